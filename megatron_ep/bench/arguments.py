@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from megatron_ep.config import MAX_TOPK
+
 GIB = 1 << 30
 
 
@@ -65,6 +67,13 @@ def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> Non
     parser.add_argument("--hidden", type=positive, default=hidden, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
     parser.add_argument("--experts", type=positive, default=experts, metavar="E", help="in all (%(default)s)")
+
+
+def require_topk(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the program if a token cannot have --topk of --experts."""
+    most = min(arguments.experts, MAX_TOPK)
+    if arguments.topk > most:
+        parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
 
 
 def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import megatron_ep as ep
-from megatron_ep.bench.arguments import shape
+from megatron_ep.bench.arguments import require_topk, shape
 from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
 from megatron_ep.bench.timing import cuda_timer, time_rounds
@@ -69,7 +69,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--topology", nargs="+", type=shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
     )
     add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=2, iters=10)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    require_topk(parser, arguments)
+    for nodes, ranks_per_node in arguments.topology:
+        if arguments.experts % (nodes * ranks_per_node):
+            parser.error(f"--experts {arguments.experts} is not a multiple of {nodes}x{ranks_per_node} ranks")
+    return arguments
 
 
 def _of_copy(records: Sequence[Record]) -> Columns:

@@ -11,8 +11,8 @@ exchange). "host_waits": the host waits for the counts, which are those of the d
 many rows were expected. Where the host carries what goes between nodes (tcp, verbs, ibgda), "thread %": what its thread
 took of a core meanwhile, on the rank where that was most.
 T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
-go to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but
-for "dispatch fp8": rows that are fp8 already, and their scales.
+go to, which is what an expert-parallel dispatch must move at least; "there and back" both ways. All-to-all moves a row
+for each expert. bf16, but for "dispatch fp8": rows that are fp8 already, and their scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import float8
 from megatron_ep.backends import fabrics
-from megatron_ep.bench.arguments import positive
+from megatron_ep.bench.arguments import positive, require_topk
 from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
@@ -97,7 +97,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
     add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    require_topk(parser, arguments)
+    return arguments
 
 
 class Tokens:
@@ -157,7 +159,7 @@ def _measure(
 
     def run(case: str, steps: Steps, *, by_host: bool = False, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
-            size = tokens.distinct_rows * row_bytes(cases[0].hidden, fp8="fp8" in phase)
+            size = size_of(phase, tokens.distinct_rows, cases[0].hidden)
             ways: dict[str, Callable[[int, int], list[float]]] = {
                 "": partial(_seconds_of, cuda_timer(step)),
                 " (api)": partial(_seconds_of, host_timer(step, before=_meet, after=torch.cuda.synchronize)),
@@ -202,6 +204,12 @@ def _measure(
             run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
             buffer.synchronize()
     return measured
+
+
+def size_of(phase: str, rows: int, hidden: int) -> int:
+    """Bytes of so many rows; of a phase that goes there and back, both ways."""
+    ways = 2 if phase.startswith("there and back") else 1
+    return ways * rows * row_bytes(hidden, fp8="fp8" in phase)
 
 
 def _seconds_in_graph(step: Step, warmup: int, iterations: int) -> list[float]:

@@ -23,12 +23,20 @@ import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
-from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, require_memory, seconds
+from megatron_ep.bench.arguments import (
+    add_rounds,
+    add_sizes,
+    add_tokens,
+    positive,
+    require_memory,
+    require_topk,
+    seconds,
+)
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
-from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PHASES = ("dispatch", "combine", "dispatch+combine")
@@ -129,9 +137,7 @@ def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
     for nodes, ranks_per_node in shapes:
         if arguments.experts % (nodes * ranks_per_node):
             parser.error(f"--experts {arguments.experts} is not a multiple of {nodes}x{ranks_per_node} ranks")
-    most = min(arguments.experts, MAX_TOPK)
-    if arguments.topk > most:
-        parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
+    require_topk(parser, arguments)
     max_ranks = max(nodes * ranks for nodes, ranks in shapes)
     rows = int(os.environ.get("LOCAL_WORLD_SIZE", max_ranks)) * arguments.tokens * arguments.topk
     size = rows * arguments.hidden * max(DTYPES[name].itemsize for name in arguments.dtype)

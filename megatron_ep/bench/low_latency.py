@@ -3,8 +3,9 @@ all ranks on one; under torchrun or in a Slurm job step the ranks of the job, on
 
 Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
 (`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
-tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
-to. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back is bf16.
+tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes, on average: its tokens, once for each rank
+that they go to; of a "pair" both ways. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back
+is bf16.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.backends import job
-from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_topk
 from megatron_ep.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
@@ -55,7 +57,7 @@ class Measured:
     phase: str
     implementation: str
     seconds: list[float]  # of each round
-    size: int  # bytes
+    size: float  # bytes of a rank
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +75,11 @@ def main(argv: Sequence[str]) -> int:
             by_rank = ranks.run(measure_rank, cases, arguments.warmup, arguments.iters)
     else:
         report = Report(arguments.json)
-        cases = cases_of(arguments, arguments.ranks or 8, on_one_gpu=True)
+        world_size = arguments.ranks or 8
+        sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if max(arguments.num_sms) * world_size > sms:
+            report.say(f"\n{world_size} ranks share {sms} SMs: at most {sms // world_size} of a rank")
+        cases = cases_of(arguments, world_size, max_sms=sms // world_size)
         by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
     for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         records = [_slowest(case, same) for same in zip(*of_ranks, strict=True)]
@@ -90,18 +96,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_sizes(parser, hidden=7168, experts=256)
     add_rounds(parser, warmup=5, iters=30)
     arguments = parser.parse_args(argv)
+    require_topk(parser, arguments)
     if max(arguments.batch) > arguments.max_tokens:
         parser.error(f"--batch {max(arguments.batch)} is over --max-tokens {arguments.max_tokens}")
     return arguments
 
 
-def cases_of(arguments: argparse.Namespace, world_size: int, nodes: int = 1, *, on_one_gpu: bool = False) -> list[Case]:
-    """Raises ValueError where the experts cannot be dealt to the ranks."""
+def cases_of(
+    arguments: argparse.Namespace, world_size: int, nodes: int = 1, *, max_sms: int | None = None
+) -> list[Case]:
+    """max_sms: those that a rank can have where all are on one GPU, instead of more.
+
+    Raises ValueError where the experts cannot be dealt to the ranks.
+    """
     if arguments.experts % world_size:
         raise ValueError(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
     sizes = (arguments.hidden, arguments.topk, arguments.experts)
-    first = Case(world_size, nodes, on_one_gpu, 1, arguments.max_tokens, 1, *sizes)
-    return [replace(first, num_sms=sms, tokens=t) for sms in arguments.num_sms for t in arguments.batch]
+    first = Case(world_size, nodes, max_sms is not None, 1, arguments.max_tokens, 1, *sizes)
+    num_sms = dict.fromkeys(sms if max_sms is None else min(sms, max_sms) for sms in arguments.num_sms)
+    return [replace(first, num_sms=sms, tokens=t) for sms in num_sms for t in arguments.batch]
 
 
 def _inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,12 +133,9 @@ def _rows(case: Case, ids: torch.Tensor) -> int:
 def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measured]:
     """All ranks of a LocalCluster, whose launches follow each other."""
     config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
-    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    if case.num_sms * case.world_size > sms:
-        config = replace(config, num_sms=sms // case.world_size)
     with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
         x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
-        rows = sum(_rows(case, idx) for idx in ids)
+        rows = fmean(_rows(case, idx) for idx in ids)
         return _measure(case, cluster, x, ids, weights, rows, warmup, iterations, torch.cuda.synchronize)
 
 
@@ -148,7 +158,7 @@ def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[li
 
 
 def _measure(
-    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: int, warmup: int, iterations: int, meet: Step
+    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: float, warmup: int, iterations: int, meet: Step
 ) -> list[Measured]:
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
     measured = []
@@ -170,9 +180,9 @@ def _measure(
 
 
 def _phases(
-    case: Case, low_latency: ep.LowLatency, x: Any, ids: Any, weights: Any, num_rows: int
-) -> dict[str, tuple[Step, int]]:
-    """What is timed, and the bytes that it moves."""
+    case: Case, low_latency: ep.LowLatency, x: Any, ids: Any, weights: Any, num_rows: float
+) -> dict[str, tuple[Step, float]]:
+    """What is timed, and the bytes of a rank that it moves."""
     size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     received = low_latency.dispatch(x, ids, weights)
     rows = received.x
@@ -222,7 +232,8 @@ def _phases(
 def _slowest(case: Case, same: Sequence[Measured]) -> Record:
     seconds = [max(of_round) for of_round in zip(*(rank.seconds for rank in same), strict=True)]
     first = same[0]
-    return make_record(case, first.phase, first.implementation, seconds, first.size, **asdict(case))
+    size = fmean(rank.size for rank in same)
+    return make_record(case, first.phase, first.implementation, seconds, size, **asdict(case))
 
 
 if __name__ == "__main__":

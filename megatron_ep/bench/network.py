@@ -1,11 +1,11 @@
 """`megatron-ep bench network`: host ranks of several machines, under torchrun or in a Slurm job step.
 
 In one run, in turns: dispatch and combine as in `megatron-ep bench`, beside Megatron's all-to-all over gloo; the bytes
-that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes as puts
-with signals and credits, over one connection ("puts") and over several ("puts_2_stripes", "puts_4_stripes"). A rank's
-bytes are those that it sends to ranks of other nodes: a token once for each node that it goes to. Then half a round
-trip of a put and its signal beside a plain message of the same size, and what a rank's thread for the network takes of
-a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
+that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes in puts
+of 64 KiB with signals and credits, over one connection ("puts") and over several ("puts_2_stripes", "puts_4_stripes").
+A rank's bytes are those that it sends to ranks of other nodes, on average: a token once for each node that it goes to.
+Then half a round trip of a put and its signal beside a plain message of the same size, and what a rank's thread for the
+network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import fmean
 
 import torch
 
@@ -27,12 +28,12 @@ from megatron_ep.backends.network_trial import MAX_PUT_BYTES, NetworkTrial
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
-from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, seconds
+from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, require_topk, seconds
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.plain_tcp import PlainTcp
 from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
-from megatron_ep.config import MAX_TOPK, Topology
+from megatron_ep.config import Topology
 
 IDLE_S = 2.0  # that nobody sends
 SEVERAL = (2, MAX_STRIPES)  # connections, beside one
@@ -91,9 +92,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_rounds(parser, warmup=2, iters=5)
     parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of a wait (%(default)s s)")
     arguments = parser.parse_args(argv)
-    max_topk = min(arguments.experts, MAX_TOPK)
-    if arguments.topk > max_topk:
-        parser.error(f"--topk {arguments.topk} is over {max_topk}: --experts, and at most {MAX_TOPK}")
+    require_topk(parser, arguments)
     if max(arguments.size) > MAX_PUT_BYTES:
         parser.error(f"--size {max(arguments.size)} is over {MAX_PUT_BYTES}")
     return arguments
@@ -107,13 +106,13 @@ def measure(
     rendezvous = StoreRendezvous(None, timedelta(seconds=timeout))
     rank, world = rendezvous.rank, rendezvous.world_size
     to, source = (rank + topology.ranks_per_node) % world, (rank - topology.ranks_per_node) % world
-    sent = rendezvous.gather(_crossing_bytes(case, topology, rank))
+    size = round(fmean(rendezvous.gather(_crossing_bytes(case, topology, rank))))
     join = functools.partial(NetworkTrial, rendezvous, machines, channels=MAX_STRIPES)
     with join(stripes=1) as trial:
         with contextlib.ExitStack() as stack, PlainTcp(rendezvous, to, source) as plain:
             trials = {1: trial} | {stripes: stack.enter_context(join(stripes=stripes)) for stripes in SEVERAL}
-            others = {"plain_tcp": _there_and_back(lambda: plain.stream(sent[rank], sent[source]))}
-            of_channel = -(-max(sent) // MAX_STRIPES)
+            others = {"plain_tcp": _there_and_back(lambda: plain.stream(size))}
+            of_channel = -(-size // MAX_STRIPES)
             for stripes, striped in trials.items():
                 step = functools.partial(striped.exchange, [to], [source], of_channel, timeout)
                 others["puts" if stripes == 1 else f"puts_{stripes}_stripes"] = _there_and_back(step)
@@ -121,23 +120,23 @@ def measure(
         pair = {0: topology.ranks_per_node, topology.ranks_per_node: 0}  # those that exchange messages
         with PlainTcp(rendezvous, pair.get(rank), pair.get(rank)) as plain:
             halves: Halves = {"puts": {}, "plain_tcp": {}}
-            for size in sizes:
+            for message in sizes:
                 for name, of_size in halves.items():
                     rendezvous.barrier()
                     if rank not in pair:
                         continue
                     rounds, begins = (warmup + iterations) * PINGS, rank == 0
                     if name == "puts":
-                        found = trial.ping(pair[rank], begins=begins, size=size, rounds=rounds, timeout=timeout)
+                        found = trial.ping(pair[rank], begins=begins, size=message, rounds=rounds, timeout=timeout)
                     else:
-                        found = plain.ping(size, rounds, begins=begins)
-                    of_size[size] = found[warmup * PINGS :]
+                        found = plain.ping(message, rounds, begins=begins)
+                    of_size[message] = found[warmup * PINGS :]
         rendezvous.barrier()
         thread = NetworkThread()
         time.sleep(IDLE_S)
         idle = thread.share()
         rendezvous.barrier()
-    return Measured(layer.Measured(sent[rank], timed.seconds), halves, idle)
+    return Measured(layer.Measured(size, timed.seconds), halves, idle)
 
 
 def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:

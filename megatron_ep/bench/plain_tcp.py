@@ -10,12 +10,14 @@ import time
 
 from megatron_ep.backends import tcp
 from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.errors import EPError
 
 
 class PlainTcp:
     """A connection to the rank `to`, and one from the rank `source`, None for neither. Collective. A context manager.
 
-    The ranks must fit: each is the source of the one that it sends to.
+    The ranks must fit: each is the source of the one that it sends to. Methods raise EPError when the source has closed
+    its connection.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, to: int | None, source: int | None) -> None:
@@ -28,6 +30,7 @@ class PlainTcp:
                 self._out = self._ready(made.enter_context(socket.create_connection(addresses[to], limit)), limit)
             if source is not None:
                 self._in = self._ready(made.enter_context(listener.accept()[0]), limit)
+            self._source = source
             self._stack = made.pop_all()
 
     @staticmethod
@@ -36,20 +39,20 @@ class PlainTcp:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def stream(self, sent: int, received: int) -> None:
+    def stream(self, size: int) -> None:
         """Sends and receives so many bytes, at once."""
         source, target = memoryview(bytearray(1 << 20)), memoryview(bytearray(1 << 20))
 
         def send() -> None:
-            left = sent
+            left = size
             while left:
                 left -= self._out.send(source[:left])
 
         sender = threading.Thread(target=send)
         sender.start()
-        left = received
+        left = size
         while left:
-            left -= self._in.recv_into(target[:left])
+            left -= self._receive(target[:left])
         sender.join()
 
     def ping(self, size: int, rounds: int, *, begins: bool) -> list[float]:
@@ -62,11 +65,17 @@ class PlainTcp:
                 self._out.sendall(message)
             got = 0
             while got < size:
-                got += self._in.recv_into(message[got:])
+                got += self._receive(message[got:])
             if not begins:
                 self._out.sendall(message)
             halves.append((time.perf_counter() - start) / 2)
         return halves
+
+    def _receive(self, target: memoryview) -> int:
+        got = self._in.recv_into(target)
+        if not got:
+            raise EPError(f"rank {self._source} closed its connection")
+        return got
 
     def __enter__(self) -> PlainTcp:
         return self

@@ -6,7 +6,8 @@ CUDA events.
 
 The way, by a plan of the planner: "ours" beside torch's all-to-all (NCCL; gloo on the host) with its copies, into the
 order of ranks and from there to their places, and beside plain copies: "copy_across" to a neighbouring GPU of the bytes
-that leave a rank, "copy_within" of those that stay. GB/s: the bytes that leave the rank that sends most.
+that leave a rank, "copy_within" of those that stay. GB/s: the bytes that leave the rank that sends most; of
+"copy_within" those that stay where most do.
 
 Attention: "at_home", each rank its own documents; "balanced" by that plan; "context_parallel", in the layout of
 Megatron's context parallelism over all ranks. A "step" is attention with its ways: there and back where balanced; with
@@ -251,7 +252,6 @@ def _measure_way(
     del ours, theirs
 
     of_ranks = [crossings_of(plan, case.row_bytes, number) for number in range(case.world_size)]
-    most = {part: max(crossings[part].sent for crossings in of_ranks) for part in of_ranks[0]}
     own = of_ranks[rank]
     copies = _copies(case, max(max(of_part.sent, of_part.stays) for of_part in own.values()))
     parts_of = {
@@ -261,7 +261,8 @@ def _measure_way(
         "both" + GRADIENTS: ("dispatch", "return", "gradients"),
     }
     for phase, parts in parts_of.items():
-        size = sum(most[part] for part in parts)
+        sent = max(sum(crossings[part].sent for part in parts) for crossings in of_ranks)
+        stays = max(sum(crossings[part].stays for part in parts) for crossings in of_ranks)
         for name, (dispatch, back) in ways.items():
             both = both_of(dispatch, back)
             steps: dict[str, Step] = {
@@ -270,10 +271,11 @@ def _measure_way(
                 "both": partial(_without_gradients, both, rows.qkv),
                 "both" + GRADIENTS: partial(_with_gradients, both, rows.qkv, gradients),
             }
-            rounds.time(phase, name, steps[phase], size)
+            rounds.time(phase, name, steps[phase], sent)
         for name, copy in copies.items():
-            amounts = [own[part].sent if name == "copy_across" else own[part].stays for part in parts]
-            rounds.time(phase, name, partial(_all, copy, amounts), size)
+            is_across = name == "copy_across"
+            amounts = [own[part].sent if is_across else own[part].stays for part in parts]
+            rounds.time(phase, name, partial(_all, copy, amounts), sent if is_across else stays)
 
 
 def _all(copy: Callable[[int], None], amounts: Sequence[int]) -> None:

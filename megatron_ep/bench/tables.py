@@ -91,12 +91,13 @@ def _gpus_row(environment: Any, records: Records) -> list[list[str]]:
         return []
     best = max(ours, key=lambda record: record["gigabytes_per_second"])
     baseline = next(case for case in nccl if best["case"].endswith(case.partition(" GPUs ")[2]))
-    copy = records[baseline, "copy", "to_a_neighbour"]
+    copy = records.get((baseline, "copy", "to_a_neighbour"))  # none where a process sees its own GPU alone
+    of_copy = f" of the {copy['gigabytes_per_second']:.0f} that a copy reaches" if copy else ""
     return [
         [
             f"{_machine(environment).partition(',')[0]}, {best['num_sms']} SMs",
-            f"dispatch {best['gigabytes_per_second']:.0f} GB/s of the {copy['gigabytes_per_second']:.0f} that a copy "
-            f"reaches; {nccl[baseline]['seconds'] / best['seconds']:.1f} × NCCL's all-to-all with its copies",
+            f"dispatch {best['gigabytes_per_second']:.0f} GB/s{of_copy}; "
+            f"{nccl[baseline]['seconds'] / best['seconds']:.1f} × NCCL's all-to-all with its copies",
             "`megatron-ep bench gpus`",
         ]
     ]

@@ -41,7 +41,14 @@ def test_records(tmp_path, capsys, dtype):
     for record in records.values():
         assert 0 < record["seconds_min"] <= record["seconds"] <= record["seconds_max"]
         assert (record["case"], record["documents"]) == (str(case), case.documents)
-    assert {records["dispatch", way]["bytes"] for way in WAYS} == {most}
+    assert records["dispatch", "ours"]["bytes"] == most
+    of_ranks = [crossings_of(plans["balanced"], case.row_bytes, rank) for rank in range(world)]
+    sent, stays = 0, 0  # sums by rank: one sends most there, another back
+    for phase, part in (("dispatch", "dispatch"), ("both", "return"), ("both + gradients", "gradients")):
+        sent += torch.tensor([crossings[part].sent for crossings in of_ranks])
+        stays += torch.tensor([crossings[part].stays for crossings in of_ranks])
+        for way in WAYS:
+            assert records[phase, way]["bytes"] == (stays if way == "copy_within" else sent).max(), (phase, way)
     for layout, plan in plans.items():
         pairs = plan.attention_pairs
         assert records["attention", layout]["operations"] == 4 * 8 * 4 * pairs.max().item()

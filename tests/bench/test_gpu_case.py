@@ -38,5 +38,17 @@ def test_cases():
     arguments = gpus._parse(["--tokens", "1", "8192", "--routing", "uniform", "zipf", "--num-sms", "8", "24"])
     assert (arguments.tokens, arguments.routing, arguments.kernels) == ([1, 8192], ["uniform", "zipf"], False)
     names = [str(case) for case in cases_of(arguments, 2, 4, 1, "zipf")]
-    assert names == [f"2x4 sms={sms} slots=4+8 T=1 H=7168 K=8 E=256 zipf" for sms in (8, 24)]
+    assert names == [f"2x4 sms={sms} slots=4+default T=1 H=7168 K=8 E=256 zipf" for sms in (8, 24)]
     assert gpus._parse([]).tokens == [4096]
+
+
+def test_bytes_there_and_back_are_those_of_both_ways():
+    each = 2 * 256  # of a row
+    for phase, of_three in (
+        ("dispatch", 3 * each),
+        ("dispatch fp8", 3 * (256 + 4 * 2)),
+        ("combine", 3 * each),
+        ("there and back", 6 * each),
+        ("there and back, flat", 6 * each),
+    ):
+        assert gpus.size_of(phase, 3, 256) == of_three, phase

@@ -104,8 +104,8 @@ def test_where_the_host_carries_the_bytes_its_busiest_thread_is_told(bench):
         ("a/", ("gpus",), "rank 1: there is no GPU"),
         ("a", ("gpus",), "there is 1 GPU, must be at least 2"),
         ("ab/ab", ("gpus", "--nodes", "3"), "--nodes is 3, must divide the 2 GPUs"),
-        ("ab/ab", ("gpus", "--experts", "7"), "--experts is 7, must be a multiple of 2 GPUs"),
-        ("ab/ab", ("low-latency", "--experts", "7"), "--experts is 7, must be a multiple of 2 ranks"),
+        ("ab/ab", ("gpus", "--experts", "9"), "--experts is 9, must be a multiple of 2 GPUs"),
+        ("ab/ab", ("low-latency", "--experts", "9"), "--experts is 9, must be a multiple of 2 ranks"),
         ("ab/ab", ("low-latency", "--ranks", "2"), "--ranks: the launcher has started them"),
     ],
 )

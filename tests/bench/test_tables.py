@@ -63,5 +63,9 @@ def test_tables(tmp_path, capsys):
         "| 4 x NVIDIA H200, 24 SMs | dispatch 250 GB/s of the 400 that a copy reaches; 2.0 × NCCL's all-to-all with "
         "its copies | `megatron-ep bench gpus` |",
     ]
+    itself = [*gpus[:1], make_record(f"4 GPUs {SIZES}", "copy", "to_itself", [0.0005], 2e8), *gpus[2:]]
+    assert bench.main(["tables", write(tmp_path / "own.json", itself, ["0, NVIDIA H200, 1, 2, 9.0"])]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "SMs | dispatch 250 GB/s; 2.0 × NCCL's all-to-all" in last, "a process that sees its own GPU alone"
     (tmp_path / "other").write_text("{}")
     assert bench.main(["tables", str(tmp_path / "other")]) == 2
