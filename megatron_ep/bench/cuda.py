@@ -50,8 +50,12 @@ def main(argv: Sequence[str]) -> int:
     if _megatron() is None:
         report.say("\nmegatron.core is not installed: its permute and unpermute are left out")
     failed = False
-    for case in _cases(arguments):
+    on_gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    for case in (case for n, g in arguments.topology for case in cases_of(arguments, n, g, arguments.tokens)):
         sms = case.num_sms * case.world_size
+        if sms > on_gpu:
+            report.say(f"\n{case} is left out: its ranks need {sms} SMs at once, and there are {on_gpu}")
+            continue
         title = f"{case}: {sms} SMs in all; every row counted once, where it is written"
         try:
             records = measure(case, arguments.warmup, arguments.iters)
@@ -80,13 +84,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _of_copy(records: Sequence[Record]) -> Columns:
     copy = next(record for record in records if record["implementation"] == "copy")["gigabytes_per_second"]
     return {"of copy": lambda record: f"{record['gigabytes_per_second'] / copy:.0%}"}
-
-
-def _cases(arguments: argparse.Namespace) -> list[Case]:
-    """Those whose ranks fit on the GPU together."""
-    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    cases = [case for n, g in arguments.topology for case in cases_of(arguments, n, g, arguments.tokens)]
-    return [case for case in cases if case.num_sms * case.world_size <= sms]
 
 
 def _megatron() -> ModuleType | None:
