@@ -29,8 +29,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.buffer import Buffer
-from megatron_ep.megatron.layer import _replaced
-from megatron_ep.megatron.shared_buffers import shared_buffer
+from megatron_ep.megatron.layer import replaced
+from megatron_ep.megatron.shared_buffers import abort_peers_on_error, shared_buffer
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance
@@ -90,9 +90,17 @@ class VarlenAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width]."""
-        params = _packed(packed_seq_params, attention_bias)
-        q_sizes, k_sizes = params.cu_seqlens_q.diff().tolist(), params.cu_seqlens_kv.diff().tolist()
+        """query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width].
+
+        Raises:
+            ValueError: no packed sequences, or rows that are not theirs; or an attention_bias.
+        """
+        refusal = _refusal(packed_seq_params, attention_bias)
+        if refusal:
+            raise ValueError(refusal)
+        assert packed_seq_params is not None, "it would have been refused"
+        q_sizes = _sizes("cu_seqlens_q", packed_seq_params.cu_seqlens_q, query)
+        k_sizes = _sizes("cu_seqlens_kv", packed_seq_params.cu_seqlens_kv, key)
         out = [_no_output(query, key, value)]
         for q, k, v in zip(query.split(q_sizes), key.split(k_sizes), value.split(k_sizes), strict=True):
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -117,6 +125,10 @@ class _Dispatched(torch.nn.Module):
     make the same plan, which the other layers, and what is computed again, use as well. A document's rows lie as
     Megatron has them: whole on a rank, or with context parallelism its first and its last chunk on the first of the
     ranks, and so on.
+
+    The plan is kept with the `PackedSeqParams` and made again once these have another tensor of cu_seqlens, or it was
+    written to in place. All ranks must do so alike: one that asks for a plan waits for the others to ask as well. An
+    inference tensor does not tell whether it was written to, so that every layer asks.
     """
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
@@ -138,13 +150,18 @@ class _Dispatched(torch.nn.Module):
         """query [t, heads, D], key [t, KV heads, D], value [t, KV heads, width] to [t, heads * width].
 
         Raises:
-            ValueError: no packed sequences, or rows that are not theirs; on all ranks alike.
+            ValueError: no packed sequences, an attention_bias, or rows that are not the sequences'; on all ranks alike
+                where they make a plan, while with one the other ranks get EPAbortError.
             EPError: as `SequenceDispatcher`.
         """
-        params = _packed(packed_seq_params, attention_bias)
-        step = getattr(params, "_ep_sequences", None)
-        if step is None:
-            step = params._ep_sequences = _plan_step(params, query, key, value)
+        refusal = _refusal(packed_seq_params, attention_bias)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        step = getattr(packed_seq_params, "_ep_sequences", None)
+        if step is None or not step.is_of(packed_seq_params):
+            step = _plan_step(packed_seq_params, refusal, group, query, key, value)
+        elif refusal:
+            with abort_peers_on_error(group):
+                raise ValueError(refusal)
         q, k, v = step.dispatcher.dispatch(query.contiguous(), key.contiguous(), value.contiguous(), step.plan)
         if step.context_rows is not None:
             k, v = k[step.context_rows], v[step.context_rows]
@@ -162,7 +179,8 @@ class DispatchedCoreAttention(_Dispatched, VarlenAttention):
 
     Args:
         config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: as
-            any core attention of Megatron's.
+            any core attention of Megatron's; but rows move over the DP x CP group of Megatron's `parallel_state`,
+            whatever groups pg_collection has.
         core_attention: what the spec had in this place.
 
     Raises:
@@ -232,7 +250,7 @@ def varlen_spec(spec: Spec) -> Spec:
 
 
 def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
-    changed = _replaced(spec, replace, {})
+    changed = replaced(spec, replace)
     if changed is spec:
         raise ValueError(f"spec: no self-attention in this {type(spec).__name__}")
     return changed
@@ -315,12 +333,18 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
 
 @dataclass
 class _Step:
-    """params: of the sequences whose attention this rank computes. context_rows: of their keys, see `RankTables`."""
+    """params: of the sequences whose attention this rank computes. context_rows: of their keys, see `RankTables`.
+    ends, version: the cu_seqlens that it was made for, and how often these had been written to by then."""
 
     dispatcher: SequenceDispatcher
     plan: SequencePlan
     params: PackedSeqParams
     context_rows: torch.Tensor | None
+    ends: torch.Tensor
+    version: int
+
+    def is_of(self, params: PackedSeqParams) -> bool:
+        return _ends(params) is self.ends and not self.ends.is_inference() and self.ends._version == self.version
 
 
 @dataclass
@@ -333,23 +357,45 @@ class _Own:
     refusal: str = ""
 
 
-def _packed(params: PackedSeqParams | None, attention_bias: torch.Tensor | None) -> PackedSeqParams:
+def _refusal(params: PackedSeqParams | None, attention_bias: torch.Tensor | None) -> str:
+    """Why this is no attention of packed sequences; empty if it is one."""
     if params is None or params.qkv_format != "thd":
         got = "None" if params is None else f"of format {params.qkv_format!r}"
-        raise ValueError(f"packed_seq_params is {got}, must describe packed sequences: qkv_format 'thd'")
-    if attention_bias is not None:
-        raise ValueError("attention_bias is given, must be None with packed sequences")
-    return params
+        return f"packed_seq_params is {got}, must describe packed sequences: qkv_format 'thd'"
+    ends = _ends(params)
+    if not isinstance(ends, torch.Tensor) or ends.dim() != 1:
+        return f"packed_seq_params.cu_seqlens_q is {ends!r}, must be a tensor [sequences + 1]"
+    return "" if attention_bias is None else "attention_bias is given, must be None with packed sequences"
 
 
-def _plan_step(params: PackedSeqParams, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Step:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+def _ends(params: PackedSeqParams) -> Any:
+    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+
+
+def _sizes(name: str, cu_seqlens: torch.Tensor, rows: torch.Tensor) -> list[int]:
+    sizes = cu_seqlens.diff().tolist()
+    if sum(sizes) != len(rows) or min(sizes, default=0) < 0:
+        raise ValueError(f"{name} has sequences of {sizes} tokens, must be of the {len(rows)} rows that are given")
+    return sizes
+
+
+def _plan_step(
+    params: PackedSeqParams | None,
+    refusal: str,
+    group: dist.ProcessGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> _Step:
+    """refusal: why there can be no plan. The others wait for what this rank has to say, so they are told, too."""
     context_ranks = parallel_state.get_context_parallel_world_size()
     told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, _own_documents(params, query.shape[0], context_ranks), group=group)
+    own = _own_documents(params, refusal, query.shape[0], context_ranks)
+    dist.all_gather_object(told, own, group=group)
     refusals = [f"rank {rank} of data parallelism: {own.refusal}" for rank, own in enumerate(told) if own.refusal]
     if refusals:
         raise ValueError(refusals[0])
+    assert params is not None, "it would have been refused"
     shards = shards_of(told, context_ranks)
     q, k, v = (x.shape[1:].numel() * x.element_size() for x in (query, key, value))
     out = query.shape[1] * value.shape[2] * value.element_size()
@@ -367,16 +413,17 @@ def _plan_step(params: PackedSeqParams, query: torch.Tensor, key: torch.Tensor, 
         max_seqlen_kv=tables.max_seqlen_k,
     )
     context_rows = None if tables.context_rows is None else tables.context_rows.to(query.device)
-    return _Step(_dispatchers[buffer], plan, sequences, context_rows)
+    ends = _ends(params)
+    version = 0 if ends.is_inference() else ends._version
+    step = params._ep_sequences = _Step(_dispatchers[buffer], plan, sequences, context_rows, ends, version)
+    return step
 
 
-def _own_documents(params: PackedSeqParams, rows: int, context_ranks: int) -> _Own:
-    ends = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-    own = _Own(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        ends.diff().tolist(),
-    )
+def _own_documents(params: PackedSeqParams | None, refusal: str, rows: int, context_ranks: int) -> _Own:
+    own = _Own(parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank(), [], refusal)
+    if refusal:
+        return own
+    own.lengths = _ends(params).diff().tolist()
     if sum(own.lengths) != rows * context_ranks:
         own.refusal = (
             f"packed_seq_params has {sum(own.lengths)} tokens, must have the {rows * context_ranks} of the micro-batch"

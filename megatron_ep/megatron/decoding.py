@@ -15,7 +15,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 
 
 @dataclass(frozen=True)
-class Options:
+class Arrival:
     """How rows arrive.
 
     capacity: C.
@@ -29,7 +29,7 @@ class Options:
 
 
 def dispatch_step(
-    low_latency: ep.LowLatency, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, options: Options
+    low_latency: ep.LowLatency, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, arrival: Arrival
 ) -> ep.Received:
     """Rows [R, H] and probs [R] as `megatron_ep.dispatch` gives them with expert_capacity, except in rows without a
     token.
@@ -38,11 +38,11 @@ def dispatch_step(
         x: [T, H].
         topk_idx, weights: [T, K].
     """
-    values, scales = float8.quantize(x) if options.as_float8 else (x, None)
-    received = low_latency.dispatch(values, topk_idx, weights, expert_capacity=options.capacity, scales=scales)
-    rows = float8.dequantize(received.x, received.scales, x.dtype) if options.as_float8 else received.x
-    if options.clear:
-        place = torch.arange(options.capacity, device=x.device)
+    values, scales = float8.quantize(x) if arrival.as_float8 else (x, None)
+    received = low_latency.dispatch(values, topk_idx, weights, expert_capacity=arrival.capacity, scales=scales)
+    rows = float8.dequantize(received.x, received.scales, x.dtype) if arrival.as_float8 else received.x
+    if arrival.clear:
+        place = torch.arange(arrival.capacity, device=x.device)
         rows.masked_fill_((place >= received.recv_counts.unsqueeze(1)).unsqueeze(2), 0)
     return ep.Received(
         x=rows.flatten(0, 1),

@@ -45,7 +45,10 @@ __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers",
 OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
 )
-OVER_CAPACITY = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
+OVER_CAPACITY = (
+    "an expert was sent more rows than its capacity; does the router not drop tokens over capacity, or have ranks "
+    "different numbers of tokens?"
+)
 
 
 class EPTokenDispatcher(MoETokenDispatcher):
@@ -187,7 +190,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
             Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
             them. With moe_expert_rank_capacity_factor R is fixed, and rows behind the last expert's are zeros, or
             anything under no_grad. Where R or, with drop-and-pad, an expert's capacity is too small, probs are NaN
-            and `megatron_ep.raise_if_failed` raises EPOverflowError.
+            and `megatron_ep.raise_if_failed` raises EPOverflowError; they are not NaN if the factor is a field of
+            Megatron's own, whose trainer asks `check_over_budget`.
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
@@ -270,8 +274,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
             self._low_latency = shared_low_latency(buffer, x, self.topk_idx.shape[1], most)
             if capacity is not None and self._decodes(most):
                 clear = bool(self.config.fp8 or self.config.fp4)
-                options = decoding.Options(capacity, as_float8=as_float8, clear=clear)
-                return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, options)
+                arrival = decoding.Arrival(capacity, as_float8=as_float8, clear=clear)
+                return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, arrival)
         of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
         if not is_traced:  # what to expect is what this layer had last time, not the one before it
             of_buffer.last_counts = self._last_counts
@@ -325,7 +329,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         missing = self.rows_per_token * self.num_choices - topk_idx.shape[1]
         topk_idx = pad(topk_idx, (0, missing), value=-1).view(-1, self.num_choices)
         weights = pad(weights, (0, missing)).view(-1, self.num_choices)
-        self.split_rows = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
+        self.split_rows = (topk_idx != -1).any(dim=1).nonzero().squeeze(1)
         rows = tokens.unsqueeze(1).expand(-1, self.rows_per_token, -1).reshape(-1, tokens.shape[1])
         rows, topk_idx, weights = (part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
         return rows, topk_idx, weights
@@ -344,14 +348,15 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     def _expert_capacity(self) -> int:
         """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks. Without
-        tokens of its own a rank makes room for as many as the others may have."""
+        tokens of its own a rank makes room for as many as the others may have; where none has any, for a row of each,
+        as a dispatch needs some."""
         num_tokens = self._num_tokens or self.options.moe_low_latency_max_tokens or 0
         capacity = get_capacity(
             num_tokens=num_tokens * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             capacity_factor=self.moe_expert_capacity_factor,
         )
-        return capacity * self.tp_size * self.ep_size
+        return max(1, capacity) * self.tp_size * self.ep_size
 
     def _wait_before_shared_experts(self) -> None:
         """Keeps the shared experts from running beside the work before the communication they should overlap."""

@@ -153,30 +153,41 @@ def ep_layer_spec(
     def with_router(submodules: MoESubmodules) -> MoESubmodules:
         return submodules if router is None else dataclasses.replace(submodules, router=router)
 
-    copy = _replaced(spec, replace_layer, {})
+    copy = replaced(spec, replace_layer)
     if copy is spec and required:
         raise ValueError(f"spec: no MoELayer in this {type(spec).__name__}; is num_moe_experts set?")
     return copy
 
 
-def _replaced(node: Any, replace: Callable[[Any], Any], done: dict[int, Any]) -> Any:
-    """Rebuilds what leads to a replaced node; the rest stays the same object, and what is shared stays shared."""
-    if id(node) not in done:
-        copy_child = functools.partial(_replaced, replace=replace, done=done)
-        done[id(node)] = replace(node) or _rebuild(node, copy_child)
-    return done[id(node)]
+def replaced(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
+    """A copy of a spec, however deep, with other nodes; `spec` itself if there are none to replace. Only what leads to
+    a replaced node is built anew: the rest stays the same object, and what is shared stays shared.
+
+    replace: what to put in a node's place; None leaves it there and looks into it.
+    """
+    done: dict[int, Any] = {}
+
+    def copy_of(node: Any) -> Any:
+        if id(node) not in done:
+            done[id(node)] = replace(node) or _rebuild(node, copy_of)
+        return done[id(node)]
+
+    return copy_of(spec)
 
 
 def _rebuild(node: Any, copy_child: Callable[[Any], Any]) -> Any:
     if isinstance(node, functools.partial):
-        keywords = copy_child(node.keywords)
-        return node if keywords is node.keywords else functools.partial(node.func, *node.args, **keywords)
+        args, keywords = copy_child(node.args), copy_child(node.keywords)
+        is_same = args is node.args and keywords is node.keywords
+        return node if is_same else functools.partial(node.func, *args, **keywords)
     if isinstance(node, dict):
         entries = {key: copy_child(value) for key, value in node.items()}
         return node if all(entries[key] is node[key] for key in node) else entries
-    if isinstance(node, list):
+    if isinstance(node, (list, tuple)):
         items = [copy_child(value) for value in node]
-        return node if all(map(operator.is_, items, node)) else items
+        if all(map(operator.is_, items, node)):
+            return node
+        return node._make(items) if hasattr(node, "_make") else type(node)(items)  # a named tuple takes them one by one
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         children = {f.name: copy_child(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         changed = {name: child for name, child in children.items() if child is not getattr(node, name)}

@@ -35,7 +35,8 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
 
     Args:
         router: builder of the layers' routers in place of Megatron's `TopKRouter`, as
-            `megatron_ep.megatron.router.fused_router`; other routers, and with None all, stay.
+            `megatron_ep.megatron.router.fused_router`, also of an `EPMoELayer`'s; other routers, and with None all,
+            stay.
 
     Raises:
         RuntimeError: it is enabled already.
@@ -55,11 +56,11 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
         **options: Any,
     ) -> None:
         base = functools.partial(original, layer)
-        if isinstance(layer, EPMoELayer):  # from a spec; it does the same by itself
-            base(config, submodules, layer_number, pg_collection, **options)
-            return
         if router is not None and submodules is not None and submodules.router is TopKRouter:
             submodules = dataclasses.replace(submodules, router=router)
+        if isinstance(layer, EPMoELayer):  # from a spec; it puts our dispatcher there by itself
+            base(config, submodules, layer_number, pg_collection, **options)
+            return
         initialize(layer, base, config, submodules, layer_number, pg_collection, **options)
 
     MoELayer.__init__ = with_ep_dispatcher

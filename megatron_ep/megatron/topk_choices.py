@@ -23,13 +23,14 @@ def choices_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tu
 def replicated(
     topk_idx: torch.Tensor, weights: torch.Tensor, tp_size: int, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
+    """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]. -1 for none
+    stays so; other ids that are no experts become such, which dispatch refuses."""
     if tp_size == 1:
         return topk_idx, weights
     ep_rank = topk_idx.div(num_local_experts, rounding_mode="floor").unsqueeze(-1)
     tp_rank = torch.arange(tp_size, device=topk_idx.device)
     local_id = topk_idx.remainder(num_local_experts).unsqueeze(-1)
     replicas = (ep_rank * tp_size + tp_rank) * num_local_experts + local_id
-    replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) < 0, -1)
+    replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) == -1, -1)
     weights = weights.unsqueeze(-1).expand(-1, -1, tp_size)
     return replicas.flatten(1), weights.flatten(1)

@@ -26,12 +26,10 @@ of their loss curves has to replay the choices of one in the other (`replay_ids`
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
@@ -97,7 +95,7 @@ def grouped_topk(
         num_groups, group_topk: both or neither.
         score_function: "sigmoid" or "softmax".
         expert_bias: float32 [E], for "sigmoid".
-        scaling_factor: None is 1.
+        scaling_factor: None is 1; a normal number of the dtype that is computed in, of either sign.
         pre_softmax: softmax over all experts before the choice rather than over the chosen ones after it.
         renormalize: None does as Megatron: True for "sigmoid", False for "softmax" with pre_softmax; without it the
             weights sum to 1 anyway.
@@ -111,12 +109,13 @@ def grouped_topk(
 
     Raises:
         ValueError: a wrong argument; on a GPU also an E beyond its shared memory (28,000 on an H200 for float32).
-        RuntimeError: logits are on a GPU and this build has no CUDA kernels.
+        RuntimeError: logits are on a GPU and this build has no CUDA kernels. In a backward pass with create_graph: the
+            gradient has none of its own, so that a penalty on it would be without the router's part.
     """
     _check_logits(logits, k)
     num_tokens, num_experts = logits.shape
     _check_groups(num_experts, k, num_groups, group_topk)
-    _check_scoring(score_function, pre_softmax, renormalize, scaling_factor)
+    _check_scoring(logits.dtype, score_function, pre_softmax, renormalize, scaling_factor)
     if expert_bias is not None:
         if score_function != "sigmoid":
             raise ValueError(f"expert_bias needs score_function 'sigmoid', got {score_function!r}")
@@ -184,12 +183,13 @@ class _GroupedTopk(Function):
         return ids, weights, tokens_per_expert, probs, routing_map, aux_scores, aux_map
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _, grad_weights, _, grad_probs, _, grad_aux_scores, _ = map(_in_memory, grads)
         nothing = (None,) * 6
         if grad_weights is None and grad_probs is None and grad_aux_scores is None:
             return None, *nothing
+        if torch.is_grad_enabled():
+            raise RuntimeError("grouped_topk has no second derivatives: run the backward pass without create_graph")
         logits, padding, ids = ctx.saved_tensors
         grad_logits = _new_like(logits)
         tensors = _C.RouterBackward(
@@ -269,9 +269,7 @@ def _check_logits(logits: torch.Tensor, k: int) -> None:
         raise RuntimeError("logits is on a GPU, but this build of megatron_ep has no CUDA kernels (megatron-ep env)")
     if logits.shape[1] > MAX_EXPERTS:
         raise ValueError(f"logits has {logits.shape[1]} experts, must have at most {MAX_EXPERTS}")
-    most = min(MAX_TOPK, logits.shape[1])
-    if not isinstance(k, int) or not 1 <= k <= most:
-        raise ValueError(f"k is {k!r}, must be an int in [1, {most}] for {logits.shape[1]} experts")
+    require_int("k", k, 1, min(MAX_TOPK, logits.shape[1]))
 
 
 def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: int | None) -> None:
@@ -283,28 +281,41 @@ def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: 
     require_int("group_topk", group_topk, 1, num_groups)
     if num_experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}, must divide the {num_experts} experts of logits")
-    most = min(num_groups, k)
-    if not 1 <= group_topk <= most:
-        raise ValueError(f"group_topk is {group_topk}, must be in [1, {most}] for num_groups {num_groups} and k {k}")
+    if group_topk > k:
+        raise ValueError(f"group_topk is {group_topk}, must be at most k, which is {k}")
     group_size = num_experts // num_groups
     if k > group_topk * group_size:
         raise ValueError(f"k is {k}, but {group_topk} groups of {group_size} have {group_topk * group_size} experts")
 
 
 def _check_scoring(
-    score_function: str, pre_softmax: bool, renormalize: bool | None, scaling_factor: float | None
+    dtype: torch.dtype,
+    score_function: str,
+    pre_softmax: bool,
+    renormalize: bool | None,
+    scaling_factor: float | None,
 ) -> None:
+    """dtype: of the logits."""
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function is {score_function!r}, must be one of {', '.join(SCORE_FUNCTIONS)}")
+    if not isinstance(pre_softmax, bool):
+        raise ValueError(f"pre_softmax is {pre_softmax!r}, must be a bool")
+    if renormalize is not None and not isinstance(renormalize, bool):
+        raise ValueError(f"renormalize is {renormalize!r}, must be a bool or None")
     if pre_softmax and score_function != "softmax":
         raise ValueError(f"pre_softmax needs score_function 'softmax', got {score_function!r}")
     if renormalize is False and score_function == "softmax" and not pre_softmax:
         raise ValueError(
             "renormalize is False, but a softmax over the chosen experts always sums to 1: use pre_softmax"
         )
-    is_factor = is_number(scaling_factor) and math.isfinite(scaling_factor) and scaling_factor != 0
-    if scaling_factor is not None and not is_factor:
-        raise ValueError(f"scaling_factor is {scaling_factor!r}, must be a finite number, not 0")
+    if scaling_factor is None:
+        return
+    real = torch.finfo(torch.promote_types(dtype, torch.float32))
+    if not is_number(scaling_factor) or not real.tiny <= abs(scaling_factor) <= real.max:
+        raise ValueError(
+            f"scaling_factor is {scaling_factor!r}, must be a number of size {real.tiny:.1e} to {real.max:.1e}, in "
+            f"which logits of {dtype} are computed"
+        )
 
 
 def _check_tensor(

@@ -95,7 +95,9 @@ class DispatchFunction(Function):
     @staticmethod
     def forward(ctx: Any, handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handles = handles
-        return _dispatch(handles, *tensors)
+        out = _dispatch(handles, *tensors)
+        ctx.mark_non_differentiable(*(rows for rows in out if rows.dtype == torch.float8_e4m3fn))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

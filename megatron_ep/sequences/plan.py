@@ -25,6 +25,7 @@ from megatron_ep.config import MAX_ROWS, require_int
 MAX_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
 
 Position = TypeVar("Position", int, torch.Tensor)  # of a row in a document
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class SequencePlan:
     _segments: _Segments
 
     @classmethod
-    def build(cls, shards: Sequence[Shard], world: int) -> SequencePlan:
+    def build(cls, shards: Iterable[Shard], world: int) -> SequencePlan:
         """
         Args:
             shards: of all ranks and documents, in any order. The indices of a document's shards are 0, 1, 2 and so on.
@@ -171,7 +172,7 @@ class SequencePlan:
             ValueError: names the shard that is wrong.
         """
         require_int("world", world, 1, MAX_RANKS)
-        ordered = _in_order(shards, world)
+        ordered = _in_order(listed("shards", shards), world)
         copies = _copies(ordered, world)
         segments = _segments(ordered, copies, world)
         between = world * ordered.home_rank
@@ -257,6 +258,17 @@ def shards_of_distca(plan: Iterable[Iterable[Any]]) -> list[Shard]:
         for document, infos in enumerate(plan)
         for info in infos
     ]
+
+
+def listed(name: str, values: Iterable[Item]) -> list[Item]:
+    """A list of the values, which may come from a generator.
+
+    Raises:
+        ValueError: there are none to come from it.
+    """
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}, must be a list")
+    return list(values)
 
 
 def causal_pairs(first: Position, end: Position) -> Position:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ep.config import MAX_ROWS, require_int
-from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard, causal_pairs
+from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard, causal_pairs, listed
 
 BLOCK = 128  # rows: a tile of common attention kernels, which a cut elsewhere would leave half empty
 MAX_BYTES = (1 << 63) - 1
@@ -40,7 +40,7 @@ class RowBytes(NamedTuple):
 ONE_EACH = RowBytes(1, 1, 1)  # counts rows
 
 
-def cut_evenly(lengths: Sequence[int], world: int) -> list[Shard]:
+def cut_evenly(lengths: Iterable[int], world: int) -> list[Shard]:
     """Documents of these lengths one behind the other, cut into W stretches of equally many rows (the last may have
     fewer, or none), each at home on a rank, which also computes its attention.
 
@@ -48,6 +48,7 @@ def cut_evenly(lengths: Sequence[int], world: int) -> list[Shard]:
         ValueError: names the length that is wrong.
     """
     require_int("world", world, 1, MAX_RANKS)
+    lengths = listed("lengths", lengths)
     for i, length in enumerate(lengths):
         require_int(f"lengths[{i}]", length, 0, MAX_ROWS)
     rows_per_rank, shards, row = -(-sum(lengths) // world), [], 0
@@ -69,7 +70,7 @@ def bytes_between(plan: SequencePlan, row_bytes: RowBytes) -> torch.Tensor:
 
 
 def balance(
-    shards: Sequence[Shard],
+    shards: Iterable[Shard],
     world: int,
     *,
     block: int = BLOCK,
@@ -90,10 +91,13 @@ def balance(
         ValueError: a wrong argument; names the shard that is wrong.
     """
     require_int("block", block, 1, MAX_ROWS)
+    if not isinstance(row_bytes, RowBytes):
+        raise ValueError(f"row_bytes is {row_bytes!r}, must be a RowBytes")
     for name, size in row_bytes._asdict().items():
         require_int(f"row_bytes.{name}", size, 1, 1 << 30)
     if max_bytes is not None:
         require_int("max_bytes", max_bytes, 0, MAX_BYTES)
+    shards = listed("shards", shards)
     at_home = SequencePlan.build(computed_at_home(shards), world)
     stretches = _stretches(shards)
     load = at_home.attention_pairs.tolist()
@@ -135,7 +139,7 @@ def balance(
     return _shards(stretches)
 
 
-def computed_at_home(shards: Sequence[Shard]) -> list[Shard]:
+def computed_at_home(shards: Iterable[Shard]) -> list[Shard]:
     """The shards with their home ranks as attention ranks. What is no `Shard` is left to `SequencePlan.build`."""
     return [
         Shard(shard.document, shard.index, shard.home_rank, shard.home_rank, shard.length)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -20,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+import megatron_ep as ep
 from megatron_ep.megatron import attention, equivalence, shared_buffers
 from megatron_ep.megatron.attention import (
     DispatchedCoreAttention,
@@ -268,19 +270,88 @@ def test_latent_attention(four_ranks, by):
     assert max(four_ranks.run(run_latent_attention, by)) < 1e-9
 
 
-def run_one_mistake():
+def run_reused(how):
+    """What takes other documents for a second micro-batch of as many tokens: the largest difference from attention at
+    home, of two layers each; and how many plans were made."""
     join_layout(1, 1)
-    rank, config = dist.get_rank(), make_config(attention_dropout=0.0)
-    x = torch.randn(12 if rank == 2 else 9, 2, 4)
+    config, rank = make_config(attention_dropout=0.0), dist.get_rank()
     dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
-    with pytest.raises(ValueError) as caught:
-        dispatched(x, x, x, None, packed_seq_params=packed([9]))
-    return str(caught.value)
+    at_home, plans, differences = VarlenAttention(config), [], []
+    generator = torch.Generator().manual_seed(rank)
+    with torch.inference_mode(how == "inference"):
+        params = packed([500, 8, 92])
+        for lengths in ([500, 8, 92], [30, 560, 10]):
+            made = packed(lengths)
+            if how == "padded":
+                params.cu_seqlens_q_padded = made.cu_seqlens_q
+            elif how == "another tensor":
+                params.cu_seqlens_q = params.cu_seqlens_kv = made.cu_seqlens_q
+            else:
+                params.cu_seqlens_q.copy_(made.cu_seqlens_q)
+            q, k, v = torch.randn(3, 600, 2, 4, dtype=torch.float64, generator=generator)
+            for _ in range(2):
+                out = dispatched(q, k, v, None, packed_seq_params=params)
+                differences.append((out - at_home(q, k, v, None, packed_seq_params=made)).abs().max().item())
+                plans.append(params._ep_sequences)
+    return max(differences), len(set(map(id, plans)))
 
 
-def test_a_mistake_of_one_rank_is_refused_by_all(four_ranks):
-    said = "rank 2 of data parallelism: packed_seq_params has 9 tokens, must have the 12 of the micro-batch"
-    assert four_ranks.run(run_one_mistake) == [said] * W
+@pytest.mark.parametrize(("how", "plans"), [("another tensor", 2), ("padded", 2), ("in place", 2), ("inference", 4)])
+def test_other_documents_in_the_same_params(four_ranks, how, plans):
+    for difference, made in four_ranks.run(run_reused, how):
+        assert difference < 1e-12 and made == plans
+
+
+MISTAKES = {
+    "rows": ({"rows": 12}, "packed_seq_params has 9 tokens, must have the 12 of the micro-batch"),
+    "format": (
+        {"packed_seq_params": PackedSeqParams(qkv_format="sbhd")},
+        "packed_seq_params is of format 'sbhd', must describe packed sequences: qkv_format 'thd'",
+    ),
+    "nothing": (
+        {"packed_seq_params": None},
+        "packed_seq_params is None, must describe packed sequences: qkv_format 'thd'",
+    ),
+    "no cu_seqlens": (
+        {"packed_seq_params": PackedSeqParams(qkv_format="thd")},
+        "packed_seq_params.cu_seqlens_q is None, must be a tensor [sequences + 1]",
+    ),
+    "bias": ({"attention_bias": torch.zeros(1)}, "attention_bias is given, must be None with packed sequences"),
+}
+
+
+def run_one_mistake(mistake, in_second_layer):
+    """Of rank 2, which all others get rows of, where they have a plan."""
+    join_layout(1, 1)
+    rows = 2000 if in_second_layer and dist.get_rank() == 2 else 9
+    call = {"packed_seq_params": packed([rows]), "attention_bias": None, "rows": rows}
+    dispatched = DispatchedCoreAttention(make_config(attention_dropout=0.0), core_attention=DotProductAttention)
+    if in_second_layer:
+        x = torch.randn(rows, 2, 4)
+        dispatched(x, x, x, None, packed_seq_params=call["packed_seq_params"])
+        dist.barrier()
+    if dist.get_rank() == 2:
+        call |= mistake
+    x = torch.randn(call.pop("rows"), 2, 4)
+    try:
+        dispatched(x, x, x, None, **call)
+    except (ValueError, ep.EPAbortError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        shared_buffers.close_buffers()
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_of_one_rank_is_refused_by_all(four_ranks, mistake, message):
+    said = f"ValueError: rank 2 of data parallelism: {message}"
+    assert four_ranks.run(run_one_mistake, mistake, False) == [said] * W
+
+
+def test_a_mistake_in_a_later_layer_ends_the_waits_of_the_others(four_ranks):
+    mistake, message = MISTAKES["bias"]
+    said = four_ranks.run(run_one_mistake, mistake, True)
+    assert said.pop(2) == f"ValueError: {message}"
+    assert all(other.startswith("EPAbortError: rank 2 ") for other in said), said
 
 
 # ---- Transformer Engine's
@@ -435,6 +506,14 @@ class TEDotProductAttention:
         (lambda: VarlenAttention(config_of_one(context_parallel_size=2)), "context_parallel_size is 2, must be 1"),
         (lambda: VarlenAttention(config_of_one(window_size=(4, 0))), r"window_size is \(4, 0\), must be None"),
         (lambda: VarlenAttention(config_of_one())(*[torch.zeros(2, 1, 4)] * 3), "packed_seq_params is None, must"),
+        (
+            lambda: VarlenAttention(config_of_one())(*[torch.zeros(2, 1, 4)] * 3, packed_seq_params=packed([1, 2])),
+            r"cu_seqlens_q has sequences of \[1, 2\] tokens, must be of the 2 rows",
+        ),
+        (
+            lambda: VarlenAttention(config_of_one())(*[torch.zeros(2, 1, 4)] * 3, packed_seq_params=packed([3, -1])),
+            r"cu_seqlens_q has sequences of \[3, -1\] tokens, must be of the 2 rows",
+        ),
     ],
 )
 def test_what_is_refused(build, message):

@@ -278,6 +278,24 @@ def test_drop_and_pad_gives_every_expert_its_capacity(four_ranks, tp, ep_size):
     four_ranks.run(_compare_drop_and_pad, tp, ep_size)
 
 
+def _compare_no_tokens():
+    join_layout(1, W)
+    x = torch.empty(0, 32, dtype=torch.float64)
+    routing_map = torch.zeros(0, 8, dtype=torch.bool)
+    expected, actual = (
+        run_dispatcher(make_dispatcher(name, make_config(**PAD)), x, routing_map, routing_map.double(), x)
+        for name in ("megatron_alltoall", "ours")
+    )
+    for name in ("output", "x_grad", "probs_grad"):
+        assert actual[name].shape == expected[name].shape
+    assert not actual["rows"].any() and not actual["row_probs"].any()
+    ep.raise_if_failed()
+
+
+def test_drop_and_pad_without_tokens(four_ranks):
+    four_ranks.run(_compare_no_tokens)
+
+
 def _preserves_probs_dtype(dtype):
     join_layout(1, W)
     config = make_config(params_dtype=torch.float32)
@@ -510,6 +528,36 @@ def _wrong_shape():
 
 def test_a_routing_map_of_another_shape_is_refused(four_ranks):
     four_ranks.run(_wrong_shape)
+
+
+def _ids_below_none(tp, options):
+    """A sparse router's choices, the last of them an id that is neither an expert nor none."""
+    join_layout(tp, W // tp)
+    config = make_config(**options)
+    ids = torch.arange(config.moe_router_topk).unsqueeze(0)
+    x, weights = torch.randn(1, 32, dtype=torch.float64), torch.ones(ids.shape, dtype=torch.float64)
+    dispatcher = make_dispatcher("ours", config)
+    ids[0, -1] = -1
+    dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, weights))
+    dist.barrier()
+    ids[0, -1] = -2
+    try:
+        dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, weights))
+    except (ValueError, ep.EPAbortError) as error:
+        return str(error)
+    finally:
+        shared_buffers.close_buffers()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [(1, {}), (2, {}), (2, {"num_moe_experts": 64, "moe_router_topk": 17})],
+    ids=["TP 1", "TP 2", "TP 2, more choices than fit beside a row"],
+)
+def test_only_minus_one_is_no_expert(four_ranks, tp, options):
+    for said in four_ranks.run(_ids_below_none, tp, options):
+        assert "must hold distinct ids in" in said
 
 
 def _one_fails(in_dispatcher):

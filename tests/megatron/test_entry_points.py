@@ -162,6 +162,10 @@ def _build(layer_number=1):
     return get_moe_module_spec(use_te=False, num_experts=8)(config=make_config(), layer_number=layer_number)
 
 
+class OwnRouter(TopKRouter):
+    pass
+
+
 def _plugged():
     join_layout(1, 4)
     before = MoELayer.__init__
@@ -173,8 +177,9 @@ def _plugged():
         assert type(layer) is MoELayer, "checkpoints and isinstance see Megatron's own class"
         assert isinstance(layer.token_dispatcher, EPTokenDispatcher) and isinstance(layer.router, EPTopKRouter)
         assert layer.config.moe_token_dispatcher_type == "alltoall"
-        own = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=make_config())
-        assert isinstance(own.token_dispatcher, EPTokenDispatcher) and type(own.router) is TopKRouter
+        for router, kind in ((None, EPTopKRouter), (OwnRouter, OwnRouter)):
+            own = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8), router=router)(config=make_config())
+            assert isinstance(own.token_dispatcher, EPTokenDispatcher) and type(own.router) is kind
     finally:
         plugin.disable()
     assert MoELayer.__init__ is before

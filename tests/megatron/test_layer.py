@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import NamedTuple
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_block_spec_replaces_the_moe_layers_and_nothing_else():
         assert _submodules(layer.submodules.mlp) is _submodules(original.submodules.mlp)
     assert ours.layer_norm is spec.layer_norm
     assert all(a is b for a, b in zip(spec.layer_specs, before, strict=True))
+
+
+class _Pair(NamedTuple):
+    mlp: object
+    other: object
+
+
+def test_tuples_are_looked_into():
+    moe, other = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False), object()
+    pair, (first, second), partial = ep_layer_spec(
+        [_Pair(moe, other), (other, moe), functools.partial(GPTModel, moe, other=other)]
+    )
+    assert isinstance(pair, _Pair) and pair.other is first is other
+    assert all(_layer_class(node) is EPMoELayer for node in (pair.mlp, second, *partial.args))
+    dense = (other,)
+    assert ep_layer_spec([dense, moe])[0] is dense
 
 
 def test_layers_that_share_a_spec_still_share_it():

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ep.router.api import Routing, grouped_topk
 
@@ -241,7 +242,34 @@ def test_gradcheck(device, score, groups, aux):
     assert torch.autograd.gradcheck(outputs, logits)
 
 
+@pytest.mark.parametrize("name", ["weights", "probs", "aux_scores"])
+def test_second_derivatives_are_refused_and_not_left_out(device, name):
+    logits = torch.randn(5, 12, dtype=torch.float64).to(device).requires_grad_()
+    output = getattr(grouped_topk(logits, 4, dense=True, aux=True), name).square().sum()
+    torch.autograd.grad(output, logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="grouped_topk has no second derivatives"):
+        torch.autograd.grad(output, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(device, use_reentrant):
+    logits = torch.randn(5, 12).to(device).requires_grad_()
+
+    def loss(logits):
+        return grouped_topk(logits * 2, 4).weights.square().sum()
+
+    (expected,) = torch.autograd.grad(loss(logits), logits)
+    checkpoint(loss, logits, use_reentrant=use_reentrant).backward()
+    assert_equal("gradient", logits.grad, expected)
+
+
 # ---- single properties
+
+
+def test_the_factor_is_of_the_dtype_that_is_computed_in(device):
+    logits = torch.zeros(2, 8, dtype=torch.float64, device=device)
+    for factor in (-1e39, 1e-60):
+        assert grouped_topk(logits, 2, scaling_factor=factor).weights.tolist() == [[factor / 2] * 2] * 2
 
 
 def test_sigmoid_is_accurate(device):
@@ -416,6 +444,7 @@ def test_threads_change_nothing():
         (dict(logits=[[0.0] * 8]), "logits is list"),
         (dict(k="2"), "k is '2'"),
         (dict(k=2.0), "k is 2.0"),
+        (dict(k=True), "k is True"),
         (dict(num_groups="2", group_topk=1), "num_groups is '2'"),
         (dict(num_groups=2, group_topk=1.0), "group_topk is 1.0"),
         (dict(scaling_factor="2.5"), "scaling_factor is '2.5'"),
@@ -429,9 +458,16 @@ def test_threads_change_nothing():
         (dict(k=4, num_groups=4, group_topk=1), "k is 4"),
         (dict(score_function="relu"), "score_function"),
         (dict(pre_softmax=True), "pre_softmax"),
+        (dict(score_function="softmax", pre_softmax="no"), "pre_softmax is 'no', must be a bool"),
+        (dict(score_function="softmax", renormalize=0), "renormalize is 0, must be a bool or None"),
         (dict(score_function="softmax", renormalize=False), "renormalize"),
         (dict(scaling_factor=0.0), "scaling_factor"),
         (dict(scaling_factor=math.nan), "scaling_factor"),
+        (dict(scaling_factor=-math.inf), "scaling_factor is -inf"),
+        (dict(scaling_factor=10**400), "scaling_factor is 1000"),
+        (dict(scaling_factor=1e39), r"scaling_factor is 1e\+39, must be a number of size 1.2e-38 to 3.4e\+38"),
+        (dict(scaling_factor=1e-60), "scaling_factor is 1e-60"),
+        (dict(logits=torch.zeros(4, 8, dtype=torch.bfloat16), scaling_factor=1e39), "scaling_factor"),
         (dict(expert_bias=torch.zeros(8, dtype=torch.bfloat16)), "expert_bias"),
         (dict(expert_bias=torch.zeros(7)), "expert_bias"),
         (dict(expert_bias=torch.zeros(8), score_function="softmax"), "expert_bias"),

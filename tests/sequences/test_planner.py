@@ -153,9 +153,11 @@ def test_a_document_that_fits_nowhere_does_not_stop_shorter_ones():
         ({"max_bytes": -1}, "max_bytes is -1, must be an int in"),
         ({"max_bytes": 1e9}, "max_bytes is 1000000000.0, must be an int in"),
         ({"row_bytes": RowBytes(1, 0, 1)}, "row_bytes.kv is 0, must be an int in"),
+        ({"row_bytes": (1, 2, 3)}, "row_bytes is (1, 2, 3), must be a RowBytes"),
         ({"world": 0}, "world is 0, must be an int in"),
         ({"shards": [Shard(0, 1, 0, 0, 4)]}, "shards[0] is Shard(document=0, index=1,"),
         ({"shards": [Shard(0, 0, 2, 0, 4)]}, "shards[0] is Shard(document=0, index=0, home_rank=2,"),
+        ({"shards": None}, "shards is None, must be a list"),
         ({"shards": [(0, 0, 0, 0, 4)]}, "shards[0] is (0, 0, 0, 0, 4), must be a Shard"),
     ],
 )
@@ -168,3 +170,11 @@ def test_mistakes_are_told(arguments, message):
 def test_a_wrong_length_is_named():
     with pytest.raises(ValueError, match=re.escape("lengths[1] is -2, must be an int in")):
         cut_evenly([3, -2], 2)
+    with pytest.raises(ValueError, match="lengths is 5, must be a list"):
+        cut_evenly(5, 2)
+
+
+def test_generators_lose_no_document():
+    shards = cut_evenly([400, 30, 80], 2)
+    assert cut_evenly(iter([400, 30, 80]), 2) == shards
+    assert balance(iter(shards), 2) == balance(shards, 2)

@@ -107,6 +107,21 @@ def test_only_what_needs_a_gradient_gets_one():
             assert all(x.grad is None for i, rows in enumerate(leaves) if i != needed for x in rows)
 
 
+@pytest.mark.parametrize("narrow", ["q", "kv"])
+def test_float8_is_not_said_to_have_a_gradient(narrow):
+    plan = SequencePlan.build([Shard(0, i, i, 3 - i, 5) for i in range(4)], 4)
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=4)) as cluster:
+        wide = [torch.randn(5, 3, requires_grad=True) for _ in range(4)]
+        float8 = [torch.randn(5, 3).to(torch.float8_e4m3fn) for _ in range(4)]
+        given = [float8 if name in narrow else wide for name in "qkv"]
+        moved = SequenceDispatcher(cluster).dispatch(*given, plan)
+        for name, rows in zip("qkv", moved, strict=True):
+            assert [x.requires_grad for x in rows] == [name not in narrow] * 4
+        outputs = [x for rows in moved for x in rows if x.requires_grad]
+        grads = torch.autograd.grad(outputs, wide, [torch.ones_like(x) for x in outputs])
+        assert all(grad.bool().all() for grad in grads)
+
+
 def test_plans_and_moe_calls_in_any_order():
     """A buffer of experts carries them, too, and a backward pass may come after calls with other plans."""
     r, config = random.Random(5), ep.Config(num_experts=8)

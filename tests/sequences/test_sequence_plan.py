@@ -138,6 +138,10 @@ def test_the_order_in_which_shards_are_given_changes_nothing(case, random):
     assert torch.equal(a.q_rows, b.q_rows) and torch.equal(a.kv_rows, b.kv_rows)
 
 
+def test_shards_may_come_from_a_generator():
+    assert SequencePlan.build(iter(ONE_SHARD[0]), 2).digest() == SequencePlan.build(*ONE_SHARD).digest()
+
+
 def test_contexts_are_read_as_they_lie_unless_they_overlap():
     overlapping = SequencePlan.build(*CONTEXTS_THAT_OVERLAP).of_rank(0)
     assert overlapping.num_kv_rows == 9
@@ -189,6 +193,8 @@ def test_other_mistakes_are_told():
         SequencePlan.build([GOOD[0], (3, 1, 1, 0, 4)], 2)
     with pytest.raises(ValueError, match="world is 0, must be an int in"):
         SequencePlan.build(GOOD, 0)
+    with pytest.raises(ValueError, match="shards is None, must be a list"):
+        SequencePlan.build(None, 2)
     with pytest.raises(ValueError, match=re.escape("rank is 2, must be an int in [0, 1]")):
         SequencePlan.build(GOOD, 2).of_rank(2)
 

@@ -1,8 +1,7 @@
 """Run Megatron-LM's training scripts on a machine with no GPU.
 
 `host_runtime` lets Megatron-Core compute there; the scripts' own loop (`megatron.training`) asks for CUDA in further
-places and builds CUDA extensions. `enable()` answers those too, for this process.
-Opt-in; `REPLACED` lists everything
+places and builds CUDA extensions. `enable()` answers those too, for this process. Opt-in; `REPLACED` lists everything
 it touches and why.
 """
 
