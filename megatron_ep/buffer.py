@@ -103,8 +103,8 @@ class Buffer(AnyBuffer):
 
     @property
     def fabric(self) -> str:
-        """What carries the bytes: "shared memory" on the host, "verbs" or "tcp" between machines without GPUs; "p2p",
-        "nvshmem", "nccl", "verbs" or "tcp" between GPUs."""
+        """What carries the bytes: "shared memory" on the host, "ibgda", "verbs" or "tcp" between machines without GPUs;
+        "p2p", "nvshmem", "nccl", "ibgda", "verbs" or "tcp" between GPUs."""
         return self._group.fabric
 
     def reset(self) -> None:
@@ -118,8 +118,8 @@ class Buffer(AnyBuffer):
         and a router may have updated its expert bias. So every rank zeroes all gradients and repeats the whole step; or
         goes back to a checkpoint, where the steps have to be the same bit for bit.
 
-        Raises EPError when a rank does not come within a minute or Config.timeout, and RuntimeError when what was sent
-        to other machines does not arrive in time.
+        Raises EPError on every rank when one does not come within a minute or Config.timeout, has another thread in a
+        call, or cannot reset: what it has sent to other machines does not arrive in time, say.
         """
         self._group.reset()
 
@@ -135,9 +135,10 @@ class Buffer(AnyBuffer):
         library stay as long as the process lives. Over NCCL the buffer's communicators end.
 
         Raises ValueError on every rank alike, and the buffer stays open, while a rank captures a CUDA graph or has some
-            that may replay the buffer's launches. EPError when a rank does not come within a minute or Config.timeout,
-            ends, or lets go of nothing: then the buffer is closed, this rank uses nobody's memory any more, and its own
-            is free if nobody can use it. And as `close`, of a launch that failed.
+            that may replay the buffer's launches, or has another thread in a call on the host. EPError when a rank does
+            not come within a minute or Config.timeout, ends, or lets go of nothing: then the buffer is closed, this
+            rank uses nobody's memory any more, and its own is free if nobody can use it. And as `close`, of a launch
+            that failed.
         """
         self._group.release()
 

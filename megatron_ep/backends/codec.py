@@ -15,10 +15,16 @@ from typing import Any
 
 Plain = bool | int | float | str | None
 
-MAX_BYTES = 1 << 20  # that one rank tells at a time: the largest, IPC handles and settings, take a few hundred
+MAX_BYTES = 1 << 20  # that one rank tells at a time: IPC handles and settings take a few hundred ...
+MAX_BYTES_A_RANK = 1 << 12  # ... and more for each rank that it invites: over ibgda 1,700
 MAX_TEXT = 4000  # characters of what another rank has said, in a message
 MAX_DIGITS = 20  # of 64 bits
 SHOWN = 60  # characters of a value that is not what it should be
+
+
+def most_bytes(world_size: int) -> int:
+    """That one of so many ranks tells at a time."""
+    return MAX_BYTES + MAX_BYTES_A_RANK * world_size
 
 
 def encode(value: Any) -> bytes:

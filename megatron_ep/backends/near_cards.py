@@ -32,10 +32,17 @@ def of_process() -> list[str] | None:
     """The cards of the NUMA node that this process is bound to; None: its CPUs are of several, or no node is known."""
     cpus = os.sched_getaffinity(0)
     for node in NUMA_NODES.glob("node*"):
-        if cpus <= {cpu for numbers in _ranges((node / "cpulist").read_text()) for cpu in numbers}:
+        if cpus <= _cpus(node):
             number = node.name.removeprefix("node")
             return sorted(card.name for card in ibgda.CARDS.glob("*") if _numa_node(card / "device") == number)
     return None
+
+
+def _cpus(node: Path) -> set[int]:
+    try:
+        return {cpu for numbers in _ranges((node / "cpulist").read_text()) for cpu in numbers}
+    except (OSError, ValueError):  # an odd /sys costs a preference, not the buffer
+        return set()
 
 
 def _ranges(text: str) -> Iterator[range]:

@@ -42,7 +42,8 @@ def has_ended(pid: int) -> bool:
 
 def _fate(task: Path) -> str | None:
     try:
-        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        # its name is cut to 15 bytes, perhaps inside a character
+        state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ENDED
     return {"Z": ENDED, "X": ENDED, "T": "is stopped", "t": "is stopped"}.get(state)

@@ -21,6 +21,7 @@ AGREED = "agreed"
 FAILED = b"failed: "  # begins no JSON
 DECISION_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
 POLL_S = 5e-3
+PIECE_BYTES = 4 << 20  # torch's TCPStore takes no value of more than 8 MiB
 
 
 class StoreRendezvous:
@@ -38,8 +39,13 @@ class StoreRendezvous:
     Raises EPError if the first rank does not come to the group's first rendezvous.
     """
 
+    # How errors go on behind the number of a step, and behind a rank whose step failed.
+    of_what = "of the buffer's set-up, reset or release"
+    failure = "could not set up the buffer"
+
     _attempt: Attempt | None = None  # of the group, where one of the ranks may not know its name yet
     _store: dist.Store
+    _pieces = 0  # in which the last exchange was told to all, by the first rank
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta):
         rank = dist.get_rank(group)
@@ -170,7 +176,7 @@ class StoreRendezvous:
             return None
 
     def _blame(self, rank: int, reason: str) -> str:
-        return f"rank {rank} could not set up the buffer: {reason}"
+        return f"rank {rank} {self.failure}: {reason}"
 
     # ---- one exchange
 
@@ -183,8 +189,8 @@ class StoreRendezvous:
             decision = self._collect(wait) if self.rank == 0 else self._hear(wait)
             if decision != AGREED:
                 raise EPError(decision)
-            most = 2 * self.world_size * codec.MAX_BYTES  # each as text
-            answers: list[bytes] = self._read("all", self._store.get(self._key("all")), list[bytes], most)
+            most = 2 * self.world_size * codec.most_bytes(self.world_size)  # each as text
+            answers: list[bytes] = self._read("all", self._get_pieces(most), list[bytes], most)
             if len(answers) != self.world_size:
                 raise self._foreign("all", f"answers of {len(answers)} ranks, must be of {self.world_size}")
             return answers
@@ -198,11 +204,29 @@ class StoreRendezvous:
         keys = [self._key(rank) for rank in range(self.world_size)]
         if not self._all_came(keys, wait):
             return self._decide(self._absence(self._missing(keys), wait))
-        self._store.set(self._key("all"), codec.encode(self._store.multi_get(keys)))
+        before, self._pieces = self._pieces, self._set_pieces(codec.encode(self._store.multi_get(keys)))
         decision = self._decide(AGREED)
-        for name in (*range(self.world_size), "all", "decision"):  # all have come here, so nobody needs them any more
+        # all have come here, so nobody needs them any more
+        for name in (*range(self.world_size), *map(_piece, range(before)), "decision"):
             self._store.delete_key(f"{self.exchanges - 1}/{name}")
         return decision
+
+    def _set_pieces(self, data: bytes) -> int:
+        """Returns how many: the last one is shorter than the others, which tells the reader that it is. What is read
+        first is written last."""
+        count = len(data) // PIECE_BYTES + 1
+        for i in reversed(range(count)):
+            self._store.set(self._key(_piece(i)), data[i * PIECE_BYTES : (i + 1) * PIECE_BYTES])
+        return count
+
+    def _get_pieces(self, most: int) -> bytes:
+        pieces = [self._store.get(self._key("all"))]
+        while len(pieces[-1]) == PIECE_BYTES and len(pieces) * PIECE_BYTES <= most:
+            key = self._key(_piece(len(pieces)))
+            if not self._is_there(key):
+                break  # nor is it JSON then
+            pieces.append(self._store.get(key))
+        return b"".join(pieces)
 
     def _hear(self, wait: timedelta) -> str:
         """By the others: what the first rank decided, or that it did not come."""
@@ -220,9 +244,9 @@ class StoreRendezvous:
     def _text(self, data: bytes) -> str:
         return codec.readable(data.decode(errors="replace"))
 
-    def _read(self, name: object, data: bytes, kind: Any, most: int = codec.MAX_BYTES) -> Any:
+    def _read(self, name: object, data: bytes, kind: Any, most: int | None = None) -> Any:
         try:
-            return codec.decode(data, kind, most)
+            return codec.decode(data, kind, codec.most_bytes(self.world_size) if most is None else most)
         except ValueError as error:
             raise self._foreign(name, str(error)) from None
 
@@ -262,7 +286,11 @@ class StoreRendezvous:
         return f"rank {ranks} did not come to {self._name()} within {wait.total_seconds():g} s"
 
     def _name(self) -> str:
-        return f"step {self.exchanges} of the buffer's set-up, reset or release"
+        return f"step {self.exchanges} {self.of_what}"
 
     def _key(self, name: object) -> str:
         return f"{self.exchanges}/{name}"
+
+
+def _piece(number: int) -> str:
+    return f"all/{number}" if number else "all"

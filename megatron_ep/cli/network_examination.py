@@ -25,6 +25,7 @@ from megatron_ep.errors import EPError
 PINGS = 200
 FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
 LOAD_S, REPEATS = 0.1, 3  # ... so many seconds; the best of several counts
+MEASURE_WAITS = 1 + 3 * REPEATS * 2  # for small messages, then for three rates
 MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
 CHANNELS = 2
 MIN_LOST = 10  # packets that were sent again; fewer may have been late
@@ -52,6 +53,7 @@ class Examination:
 
     def __init__(self, rendezvous: StoreRendezvous, timeout: float, *, apart: bool = False):
         self.rendezvous, self.timeout, self.rank = rendezvous, timeout, rendezvous.rank
+        rendezvous.of_what, rendezvous.failure = "of the network's examination", "could not examine the network"
 
         def introduce() -> tuple[None, Machine]:
             return None, _introduce(apart, rendezvous.rank)
@@ -174,15 +176,21 @@ class Examination:
         ]
         return [line for lines in self.rendezvous.gather(mine, kind=list[str]) for line in lines]
 
-    def _together(self, step: Callable[[], Told | None], kind: type[Told]) -> tuple[list[Told | None], list[str]]:
-        """What it returned on each rank, and what went wrong, a line each."""
+    def _together(
+        self, step: Callable[[], Told | None], kind: type[Told], waits: int = 1
+    ) -> tuple[list[Told | None], list[str]]:
+        """What it returned on each rank, and what went wrong, a line each. waits: of `timeout` seconds each that it may
+        take one after the other: a rank that has nothing to do waits for the others."""
         self.rendezvous.barrier()
-        result, fault = None, None
-        try:
-            result = step()
-        except EPError as error:
-            fault = f"{self._place(self.rank)}: {error}"
-        outcomes = self.rendezvous.gather((result, fault), kind=tuple[kind | None, str | None])  # type: ignore[valid-type]
+
+        def take() -> tuple[None, tuple[Told | None, str | None]]:
+            try:
+                return None, (step(), None)
+            except EPError as error:
+                return None, (None, f"{self._place(self.rank)}: {error}")
+
+        seconds = waits * self.timeout
+        _, outcomes = self.rendezvous.exchange(take, seconds, kind=tuple[kind | None, str | None])  # type: ignore[valid-type]
         return [result for result, _ in outcomes], [fault for _, fault in outcomes if fault is not None]
 
     def _measure_all(self, trial: NetworkTrial, pairs: Sequence[tuple[int, int]]) -> tuple[list[Link], list[str]]:
@@ -193,7 +201,9 @@ class Examination:
             return [], faults
         rate = None if pair is None else rates[self.first_ranks[pair[0]]]
         size = _bytes_at(rate or 0.0)
-        found, faults = self._together(lambda: None if pair is None else self._measure(trial, pair, size), Half)
+        found, faults = self._together(
+            lambda: None if pair is None else self._measure(trial, pair, size), Half, MEASURE_WAITS
+        )
         links = []
         for one in pairs:
             first, second = (found[self.first_ranks[machine]] for machine in one)

@@ -239,7 +239,7 @@ def _shortened(value: str) -> str:
 
 def _read(path: str | Path) -> str | None:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         return None
 
@@ -247,7 +247,9 @@ def _read(path: str | Path) -> str | None:
 def _run(command: list[str], cwd: Path | None = None) -> tuple[int | None, str]:
     """Exit status (None: it did not run or not end) and output, with stderr if it failed, or why there is none."""
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return None, f"no answer within {COMMAND_LIMIT_S:.0f} s"
     except OSError as error:

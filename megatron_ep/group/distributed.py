@@ -113,19 +113,34 @@ class DistributedRankGroup(RankGroup):
         return None if store is None else News(store, self.topology.world_size)
 
     def reset(self) -> None:
-        self.live_backend().drain()  # nothing of this rank reaches others after the barrier
-        self._rendezvous.barrier()
-        self.restart()
+        backend = self.live_backend()
+        with contextlib.ExitStack() as stack:
+
+            def drain() -> None:
+                backend.drain()  # nothing of this rank reaches others after that
+                if release.is_in_call(backend, self.rank):
+                    raise RuntimeError("the buffer is in use by another thread")
+                # not before: it ends launches that wait for a rank that has died
+                stack.enter_context(self._resetting())
+
+            self._rendezvous.agree(drain)
+            self._restart()
 
     def restart(self) -> None:
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
+        with self._resetting():
+            self._restart()
+
+    def _restart(self) -> None:
         if self._network is not None:
-            self._network.disconnect()
-            self._rendezvous.barrier()  # nothing comes any more from anybody
-        self._start_anew()
+            self._rendezvous.agree(self._network.disconnect)  # nothing comes any more from anybody
+        self._rendezvous.agree(self._start_anew)
         if self._network is not None:
             self._network.connect(self._rendezvous)
-        self._rendezvous.barrier()
+
+    def _resetting(self) -> contextlib.AbstractContextManager[None]:
+        """The monitor aborts nobody meanwhile: ranks whose memory is mapped may have begun anew already."""
+        return self._monitor.resetting() if self._monitor is not None else contextlib.nullcontext()
 
     def release(self) -> None:
         """See `megatron_ep.Buffer.release`."""
@@ -169,6 +184,7 @@ class DistributedRankGroup(RankGroup):
         return rank in self._neighbours and has_ended(self._neighbours[rank])
 
     def _let_go(self) -> None:
+        self._stop_monitor()  # which talks to the network
         if self._network is not None:
             self._network.close()
         super()._let_go()

@@ -162,15 +162,17 @@ class RankGroup:
 
     def _let_go(self) -> None:
         backend, self._backend = self._backend, None
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.stop()
-            del monitor  # which has the backend, too
+        self._stop_monitor()
         if backend is not None:
             backend.close()
             give_back = backend.give_back
             del backend  # it may have been the last to have it
             give_back()
+
+    def _stop_monitor(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
 
     def close_after_error(self) -> None:
         """As `close`, but logs what nobody has been told of: another error is on its way."""
@@ -195,10 +197,9 @@ class RankGroup:
 
     def _start_anew(self) -> None:
         """To the state of a new group of ranks, of which none has a call under way."""
-        with self._monitor.resetting() if self._monitor is not None else contextlib.nullcontext():
-            self.live_backend().reset()
-            self.resets += 1
-            self._is_seen = False
+        self.live_backend().reset()
+        self.resets += 1
+        self._is_seen = False
 
     def reset(self) -> None:
         """See `megatron_ep.Buffer`."""

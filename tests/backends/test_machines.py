@@ -102,3 +102,13 @@ def test_the_fate_of_a_process() -> None:
     assert process_fate(process.pid) == "has ended" and has_ended(process.pid), "a zombie"
     process.wait()
     assert process_fate(process.pid) == "has ended" and has_ended(process.pid)
+
+
+def test_the_fate_of_a_process_whose_name_is_cut_inside_a_character() -> None:
+    script = 'open("/proc/self/comm", "wb").write(b"fourteen bytes\\xc3\\xa9"); print(flush=True); input()'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        process.stdout.readline()
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"fourteen bytes\xc3\n"
+        assert process_fate(process.pid) is None and not has_ended(process.pid)
+        process.kill()

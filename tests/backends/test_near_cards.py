@@ -102,3 +102,8 @@ def test_cards_near_a_process(machine, monkeypatch) -> None:
     assert near(0) == near(1, 4) == ["mlx5_2"]
     assert near(2, 3, 5, 6) == near(6) == ["mlx5_1", "mlx5_3"]
     assert near(1, 2) is None and near(7) is None
+    cpulist = near_cards.NUMA_NODES / "node0" / "cpulist"
+    cpulist.write_bytes(b"\xff")
+    assert near(0) is None and near(6) == ["mlx5_1", "mlx5_3"]
+    cpulist.unlink()
+    assert near(0) is None and near(6) == ["mlx5_1", "mlx5_3"], "a preference, which no buffer fails for"

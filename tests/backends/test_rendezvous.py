@@ -5,7 +5,9 @@ import pickle
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megatron_ep as ep
 from megatron_ep.backends import attempt, codec
 from megatron_ep.backends.attempt import agreed_name
-from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.backends.rendezvous import PIECE_BYTES, StoreRendezvous
+from megatron_ep.backends.tcp import Listening
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -236,6 +239,42 @@ def test_groups_meet_apart(ranks) -> None:
     ranks.run(run_sub_groups)
 
 
+# ---- large groups
+
+
+def test_an_invitation_for_each_of_many_ranks() -> None:
+    """What a rank of 1024 tells over ibgda."""
+    told = Listening("::1", 1, 1, [bytes(16)] * 1024, [bytes(16)] * 1024, [bytes(1240)] * 1024, ["mlx5_0:1"])
+    data = codec.encode(told)
+    assert codec.decode(data, Listening, codec.most_bytes(1024)) == told
+    with pytest.raises(ValueError, match=r"bytes, at most \d+ are expected"):
+        codec.decode(data, Listening, codec.most_bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("size", "piece", "pieces"),
+    [(3 << 20, PIECE_BYTES, 5), (1, 16, 3), (1, 12, 4)],
+    ids=["over 8 MiB", "of 36 bytes", "the last one empty"],
+)
+def test_answers_that_are_more_than_a_value_of_the_store(size: int, piece: int, pieces: int) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    before = server.num_keys()
+
+    def run(rank: int) -> list[list[bytes]]:
+        store = dist.TCPStore("localhost", server.port, is_master=False)
+        rendezvous = StoreRendezvous.over(store, rank, W, timedelta(seconds=30))
+        return [rendezvous.gather(bytes([rank]) * size) for _ in range(3)]
+
+    with (
+        mock.patch("megatron_ep.backends.rendezvous.PIECE_BYTES", piece),
+        mock.patch.object(codec, "MAX_BYTES", 8 << 20),
+        ThreadPoolExecutor(W) as pool,
+    ):
+        told = list(pool.map(run, range(W)))
+    assert told == [[[bytes([rank]) * size for rank in range(W)]] * 3] * W
+    assert server.num_keys() == before + W + 1 + pieces, "what the last exchange told, and the decision"
+
+
 # ---- what somebody else writes into the store
 
 
@@ -289,7 +328,7 @@ HOSTILE = [
     (b"NaN", float, "NaN is no finite number"),
     (b'"not base 64!"', bytes, "base64"),
     (b"[" * 100_000, int, "nested too deeply"),
-    (b" " * (1 << 21), int, "2097152 bytes, at most 1048576 are expected"),
+    (b" " * (1 << 21), int, "2097152 bytes, at most 1060864 are expected"),
     (b"failed: 7", int, "7 where str is expected"),
 ]
 

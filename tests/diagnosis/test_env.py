@@ -117,6 +117,17 @@ def test_environment_shows_what_matters_and_no_secret(monkeypatch: pytest.Monkey
     assert "UNRELATED" not in shown
 
 
+def test_output_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU \\377, 1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert env._gpus() == ["GPU \ufffd, 1"]
+    odd = tmp_path / "state"
+    odd.write_bytes(b"\xff\n")
+    assert env._read(odd) == "\ufffd"
+
+
 def test_nvlink_domains_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho GPU-01234567-89ab-cdef-0123-456789abcdef\n")

@@ -4,6 +4,10 @@
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
@@ -16,10 +20,12 @@ from test_verbs import cards_with
 
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import fabrics, ibgda, verbs
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import network, network_examination, network_report
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
+from megatron_ep.errors import EPError
 
 ROOT = Path(__file__).resolve().parents[2]
 on_machines = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
@@ -210,6 +216,44 @@ def test_every_pair_is_measured_once_and_no_machine_twice_at_a_time(machines):
     for pairs in rounds:
         busy = [machine for pair in pairs for machine in pair]
         assert len(set(busy)) == len(busy)
+
+
+def run_examinations(ranks: int, timeout: float, work: Callable[[network_examination.Examination], object]) -> list:
+    """By each rank, a thread."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> object:
+        rendezvous = StoreRendezvous.over(store, rank, ranks, timedelta(seconds=timeout))
+        return work(network_examination.Examination(rendezvous, timeout, apart=True))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def test_a_rank_in_no_pair_waits_for_slow_ones():
+    """A measurement takes several waits, each within the limit of one."""
+    timeout, half = 1.0, network_report.Half(1e-3, 2e-3, 1.0, 1.0)
+
+    def after(seconds: float, result: object) -> Callable[..., object]:
+        return lambda *_: time.sleep(seconds) or result
+
+    with mock.patch.multiple(
+        network_examination.Examination, _try=after(1.3 * timeout, 1.0), _measure=after(2.3 * timeout, half)
+    ):
+        found = run_examinations(3, timeout, lambda examination: examination._measure_all(None, [(0, 1)]))
+    assert found == [([network_report.Link((0, 1), (half, half))], [])] * 3
+
+
+def test_errors_say_that_the_network_is_examined():
+    def fail(examination: network_examination.Examination) -> str:
+        with pytest.raises(EPError) as caught:
+            examination.rendezvous.agree(lambda: 1 // (1 - examination.rank))
+        return str(caught.value)
+
+    assert all(text.startswith("rank 1 could not examine the network: ") for text in run_examinations(2, 20.0, fail))
+    alone = StoreRendezvous.over(dist.HashStore(), 0, 2, timedelta(seconds=0.1))
+    with pytest.raises(EPError, match="rank 1 did not come to step 1 of the network's examination within"):
+        network_examination.Examination(alone, 0.1)
 
 
 def test_ranks_go_with_the_network(capsys):

@@ -16,6 +16,7 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import describe
@@ -411,6 +412,51 @@ def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
         r"a wait ends after 2.5 s",
         line,
     )
+
+
+def run_reset_during_a_call():
+    """Rank 1 has a thread in a dispatch, which must find what the others send although all have asked for a reset."""
+    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=60), ep.Topology(2, 2))
+    rank, received = buffer.rank, []
+    x, ids, weights = inputs(8, 2)
+    call = threading.Thread(
+        target=lambda: received.append(ep.dispatch(x[rank], ids[rank], weights[rank], buffer=buffer))
+    )
+    if rank == 1:
+        call.start()
+        assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(ep.EPError, match=r"^rank 1 could not .*: the buffer is in use by another thread$"):
+        buffer.reset()
+    assert time.monotonic() - started < 30, "the others waited for rank 1"
+    if rank != 1:
+        call.start()
+    call.join()
+    assert torch.equal(received[0].x, reference.dispatch(x, ids, weights, 8)[0][rank])
+    is_usable_again(buffer)
+
+
+def test_a_call_in_another_thread_refuses_a_reset_for_all(ranks):
+    ranks.run(run_reset_during_a_call)
+
+
+def run_failed_reset():
+    """Rank 2's memory cannot be cleared."""
+    buffer = make_buffer()
+    fails = mock.Mock(side_effect=RuntimeError("out of luck"))
+    started = time.monotonic()
+    with (
+        mock.patch.object(HostBackend, "reset", fails if buffer.rank == 2 else HostBackend.reset),
+        pytest.raises(ep.EPError, match=r"^rank 2 could not .*out of luck$"),
+    ):
+        buffer.reset()
+    assert time.monotonic() - started < 30, "the others waited for rank 2"
+    is_usable_again(buffer)
+
+
+def test_a_reset_that_fails_on_one_rank_fails_on_all(ranks):
+    ranks.run(run_failed_reset)
 
 
 def test_survivors_of_a_killed_rank(tmp_path):

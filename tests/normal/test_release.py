@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -129,6 +131,28 @@ def run_refused() -> str:
 
 def test_a_rank_that_needs_the_memory_refuses_for_all(ranks) -> None:
     assert len(set(ranks.run(run_refused))) == 1
+
+
+def run_refused_during_a_call() -> None:
+    """Rank 1 has a thread in a dispatch, whose memory must not go."""
+    buffer, low_latency = make(timeout=60)
+    x, ids = (part[buffer.rank] for part in inputs())
+    call = threading.Thread(target=ep.dispatch, args=(x, ids), kwargs={"buffer": buffer})
+    if buffer.rank == 1:
+        call.start()
+        assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
+    dist.barrier()
+    with pytest.raises(ValueError, match="rank 1 cannot release the buffer: a call is under way in another thread"):
+        buffer.release()
+    if buffer.rank != 1:
+        call.start()
+    call.join()
+    use(buffer, low_latency)
+    buffer.release()
+
+
+def test_a_call_in_another_thread_refuses_for_all(ranks) -> None:
+    ranks.run(run_refused_during_a_call)
 
 
 def run_failure_that_nobody_saw() -> None:
