@@ -60,13 +60,13 @@ class PyCudaGroup {
         const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
         int rdma_chunk, int index_bytes, int expert_alignment, int expert_capacity,
         bool allows_repeats, Address stream) {
-        if (tensors.size() != 1) throw std::invalid_argument("dispatch_ahead is for one rank");
         const auto lock = exclusive_call_.enter();
+        if (tensors.size() > 1) throw std::invalid_argument("dispatch_ahead is for one rank");
         const auto args = fused_args(tensors, format, nvl_batch, rdma_chunk, index_bytes,
                                      expert_alignment, expert_capacity, allows_repeats);
         auto totals = group_->notify_and_wait(notify_args(args), at<void>(stream),
                                               [&] { look_around(); }, {args.begin(), args.end()});
-        const bool is_done = args.front().guessed_right(totals.front());
+        const bool is_done = args.empty() || args.front().guessed_right(totals.front());
         return {std::move(totals), is_done};
     }
 

@@ -238,6 +238,8 @@ void bind_software_nic(py::module_& m) {
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
             "Once what was sent has left, or so many seconds later.")
+        .def("ranks_that_left", &SoftwareNic::ranks_that_left,
+             "Those of other machines whose network has stopped, and has told this one before.")
         .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
              "Until the other machines have what this rank knows of failures, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,

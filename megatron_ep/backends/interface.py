@@ -194,6 +194,10 @@ class Backend(HasMemory, Protocol):
         """What can be seen of all ranks in reach, this process's own among them. Waits for none."""
         ...
 
+    def ranks_that_left(self) -> list[int]:
+        """Those of other machines that have said they will send nothing more."""
+        ...
+
     def waited(self) -> list[tuple[list[int], list[int]]]:
         """For each rank of this process: ns that it waited for each rank, in the last call and in all since a reset."""
         ...

@@ -1,7 +1,7 @@
 """A thread that looks after the ranks of a buffer while others wait for them.
 
 A waiting role sees only flags. It would learn that a peer's process has ended, or that a rank of another machine gave
-up, only at its timeout.
+up or said goodbye, only at its timeout.
 """
 
 from __future__ import annotations
@@ -110,17 +110,20 @@ class Monitor:
         self._news.publish(describe(outcome, rank))
 
     def _look_at_processes(self) -> None:
-        if not any(self._fate_of(rank) for rank in list(self._processes)):
+        fates = self._fates()  # before the statuses: a rank may do its part, and then end
+        if not fates:
             return  # so that a GPU is asked only where something has happened
         statuses = self._backend.rank_statuses()
         own = next(status for status in statuses if status.rank == self._rank)
-        ended = blame.ended(own, statuses, self._fate_of)
+        ended = blame.ended(own, statuses, fates.get)
         if ended is not None and not self._is_over.is_set():
             self._backend.abort(interrupted=False, failed=True, reason=f"{blame.STOPPED_WAITING}{ended}")
 
-    def _fate_of(self, rank: int) -> str | None:
-        pid = self._processes.get(rank)
-        return None if pid is None or process_fate(pid) != blame.ENDED else blame.ENDED
+    def _fates(self) -> dict[int, str]:
+        """Of the ranks that will do no more."""
+        fates = dict.fromkeys(self._backend.ranks_that_left(), blame.LEFT)
+        ended = [rank for rank, pid in list(self._processes.items()) if process_fate(pid) == blame.ENDED]
+        return fates | dict.fromkeys(ended, blame.ENDED)
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()

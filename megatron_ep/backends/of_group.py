@@ -36,6 +36,9 @@ class OfGroup:
     def rank_statuses(self) -> list[RankStatus]:
         return [RankStatus(**status) for status in self.group.rank_statuses()]
 
+    def ranks_that_left(self) -> list[int]:
+        return self._nic.ranks_that_left() if self._nic is not None else []
+
     def waited(self) -> list[tuple[list[int], list[int]]]:
         return self.group.waited()
 

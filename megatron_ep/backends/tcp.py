@@ -233,8 +233,15 @@ def _segments_sent(descriptor: int) -> tuple[int, int]:
 
 
 def listen(address: str | None = None) -> socket.socket:
-    """On a port that the system chooses. address: None: `own_address`. Raises ValueError for an address in the
-    environment that is none of this machine."""
+    """On a port that the system chooses. address: None: `own_address`. Raises ValueError for an address that is none of
+    this machine, and says where it comes from."""
+    if address:
+        origin = "address"
+    elif os.environ.get(VARIABLE):
+        origin = f"environment variable {VARIABLE}"
+    else:
+        store = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        origin = f"the address from which this machine reaches {store} (unless {VARIABLE} names another)"
     address = address or own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -243,9 +250,7 @@ def listen(address: str | None = None) -> socket.socket:
         listener.listen(MAX_STRANGERS)
     except OSError as error:
         listener.close()
-        raise ValueError(
-            f"environment variable {VARIABLE} is {address!r}, must be an address of this machine: {error}"
-        ) from None
+        raise ValueError(f"{origin} is {address!r}, must be an address of this machine: {error}") from None
     listener.setblocking(False)
     return listener
 

@@ -17,6 +17,7 @@ RELEASE = "a low-latency bank to be received"
 
 
 ENDED = "has ended"  # what has become of a process that nothing is left of
+LEFT = f"{ENDED}, or closed its buffer"  # of one of another machine that has said goodbye
 
 # How the reason begins of a rank that gives up because of another one's process.
 STOPPED_WAITING = "stopped waiting: "
@@ -121,7 +122,7 @@ def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[i
     counter = f"{waiting.inside.partition('_')[0]}_sent" if "_" in waiting.inside else waiting.inside
     step = _Step(counter, waiting.entered[waiting.inside])
     others = [s for s in statuses if s.rank != waiting.rank and (s.inside or _is_behind(s, step))]
-    gone = [s.rank for s in others if fate(s.rank) == ENDED]
+    gone = [s.rank for s in others if fate(s.rank) in (ENDED, LEFT)]
     return _sentence(gone, step, {s.rank: s for s in statuses}, fate) if gone else None
 
 

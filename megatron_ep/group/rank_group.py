@@ -180,8 +180,8 @@ class RankGroup:
         self._is_seen = True
         self.close()
 
-    def __del__(self) -> None:
-        if self.is_open and not sys.is_finalizing():  # at exit `failures` has reported already
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.is_open and not is_finalizing():  # at exit, when modules are gone, `failures` has reported already
             self._is_left = True
             self.live_backend().put_off(self._end)
 

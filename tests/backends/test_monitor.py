@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import megatron_ep as ep
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure, News
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.diagnosis.blame import ENDED, RankStatus
 
 W = 3
 
@@ -88,6 +90,51 @@ def test_no_thread_keeps_a_process_from_ending(tmp_path) -> None:
     assert time.monotonic() - printed < 15
 
 
+def run_close_of_a_network() -> None:
+    buffer, alive = ep.Buffer(None, ep.Config(num_experts=W)), []
+    with mock.patch.object(buffer._group, "_network", mock.Mock(close=lambda: alive.append(monitors()))):
+        buffer.close()
+    assert alive == [0]
+
+
+def test_it_ends_before_the_network(ranks) -> None:
+    ranks.run(run_close_of_a_network)
+
+
+class LateNews:
+    """That rank 0 failed before a reset."""
+
+    first: Failure | None = None
+
+    def turn_page(self) -> None:
+        self.first = None
+
+    def stop(self) -> None: ...
+
+
+def run_news_during_a_reset() -> None:
+    """Rank 1 hears of a failure when the others have cleared their memory, and before it clears its own."""
+    buffer = ep.Buffer(None, ep.Config(num_experts=W))
+    group, news = buffer._group, LateNews()
+    start_anew = group._start_anew
+
+    def start_late() -> None:
+        news.first = Failure(0, "failed", "rank 0 failed", "")
+        time.sleep(0.8)
+        start_anew()
+
+    if buffer.rank == 1:
+        group._monitor._news = news
+        group._start_anew = start_late
+    buffer.reset()
+    assert not within(0.5, lambda: buffer._group.live_backend().aborted())
+    buffer.close()
+
+
+def test_what_was_heard_of_before_a_reset_is_nothing_to_those_that_have_reset(ranks) -> None:
+    ranks.run(run_news_during_a_reset)
+
+
 # ---- what it tells, and what it does when it hears
 
 
@@ -101,6 +148,9 @@ class Backend:
 
     def aborted(self) -> tuple[str, int] | None:
         return self.failed
+
+    def ranks_that_left(self) -> list[int]:
+        return []
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None:
         self.failed = ("failed", 0)
@@ -126,6 +176,33 @@ def pair():
     yield make
     for each in made:
         each.stop()
+
+
+class Ending(Backend):
+    """Rank 0 waits for rank 2, which does its part and ends when it is looked at; rank 1 has done so before."""
+
+    has_ended = False
+
+    def rank_statuses(self) -> list[RankStatus]:
+        done = self.has_ended
+        self.has_ended = True
+        return [
+            RankStatus(rank, {"notify": 1}, {"notify": int(rank == 1 or (rank == 2 and done))}, [], "")
+            for rank in range(3)
+        ]
+
+
+def test_a_rank_may_do_its_part_and_end(monkeypatch) -> None:
+    backend, owner = Ending(), Owner()
+    monkeypatch.setattr("megatron_ep.backends.monitor.INTERVAL_S", 60.0)
+    monkeypatch.setattr(
+        "megatron_ep.backends.monitor.process_fate", lambda pid: ENDED if pid == 1 or backend.has_ended else None
+    )
+    monitor = Monitor(backend, 0, {1: 1, 2: 2}, None, owner.describe)
+    for _ in range(2):
+        monitor._look()
+    monitor.stop()
+    assert backend.has_ended and backend.failed is None
 
 
 def test_a_failure_is_told_though_nobody_asks(pair) -> None:

@@ -17,6 +17,7 @@
 //     astray        number of the card whose network is 9 instead (-1: none)
 //     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
 //     unregistered  registering memory fails with this errno (0)
+//     unposted      posting a request fails with this errno (0)
 //     seed          what is late, and by how much; 0: nothing
 //     silent        number of the card that says nothing (-1: none)
 //     silent_after  requests that a card carries out before it says nothing any more; -1: all
@@ -83,11 +84,11 @@ class Settings {
   private:
     std::mutex mutex_;
     std::map<std::string, long long> values_ = {
-        {"devices", 1},       {"down", 0},           {"atomics", 1},       {"ethernet", 1},
-        {"iwarp", 0},         {"gids", 4},           {"address", 1},       {"network", 0},
-        {"astray", -1},       {"slow", -1},          {"unregistered", 0},  {"seed", 0},
-        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}, {"silent", -1},
-        {"mlx5", 1},          {"stride", 64}};
+        {"devices", 1},  {"down", 0},          {"atomics", 1},        {"ethernet", 1},
+        {"iwarp", 0},    {"gids", 4},          {"address", 1},        {"network", 0},
+        {"astray", -1},  {"slow", -1},         {"unregistered", 0},   {"seed", 0},
+        {"unposted", 0}, {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000},
+        {"silent", -1},  {"mlx5", 1},          {"stride", 64}};
 };
 
 Settings& settings() {
@@ -169,6 +170,7 @@ struct FakeContext : Context {
     int waker = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     bool stopping = false;
     std::thread engine;
+    const pid_t process = getpid();
 
     void run();
     bool step();
@@ -184,6 +186,13 @@ struct FakeContext : Context {
     bool is_late() { return settings()["seed"] != 0; }
     long long number() const { return std::atoll(device->name + std::strlen("fake_")); }
 };
+
+// A fork has the descriptors of the process before it, and with them what its cards do.
+void expect_own(const FakeContext& card) {
+    if (getpid() == card.process) return;
+    std::fputs("a card is changed by a process that did not open it\n", stderr);
+    std::abort();
+}
 
 bool is_silent(FakeContext& card) {
     const long long most = settings()["silent_after"];
@@ -461,6 +470,7 @@ int post_send(Qp* base, SendWr* wr, SendWr** bad) {
     const std::lock_guard held(card.lock);
     for (; wr; wr = wr->next) {
         *bad = wr;
+        if (const int error = static_cast<int>(settings()["unposted"])) return error;
         const auto& found = static_cast<FakeCq*>(qp.send_cq)->found;
         const size_t posted = qp.waiting.size() + qp.unconfirmed.size();
         if (qp.state != kReadyToSend && qp.state != kError) return EINVAL;
@@ -529,6 +539,7 @@ Context* ibv_open_device(Device* device) {
 
 int ibv_close_device(Context* context) {
     auto* card = static_cast<FakeContext*>(context);
+    expect_own(*card);
     if (!card->qps.empty() || !card->regions.empty()) return EBUSY;
     {
         const std::lock_guard held(card->lock);
@@ -591,6 +602,7 @@ Mr* ibv_reg_mr_iova2(Pd* pd, void* address, size_t bytes, uint64_t begin, unsign
 
 int ibv_dereg_mr(Mr* mr) {
     auto* card = static_cast<FakeContext*>(mr->context);
+    expect_own(*card);
     const std::lock_guard held(card->lock);
     auto* region = static_cast<FakeMr*>(mr);
     for (FakeQp* qp : card->qps) {  // what is under way lands
@@ -687,6 +699,7 @@ Qp* ibv_create_qp(Pd* pd, QpInitAttr* attr) {
 
 int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
     auto& qp = *static_cast<FakeQp*>(base);
+    expect_own(*qp.card);
     const std::lock_guard held(qp.card->lock);
     if (!has(mask, kQpState)) return EINVAL;
     switch (attr->state) {
@@ -730,6 +743,7 @@ int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
 
 int ibv_destroy_qp(Qp* base) {
     auto* qp = static_cast<FakeQp*>(base);
+    expect_own(*qp->card);
     const std::lock_guard held(qp->card->lock);
     qp->card->place_late(*qp, true);
     qp->card->qps.remove(qp);

@@ -396,6 +396,33 @@ void check_tell_now() {
     }
 }
 
+// A rank whose network stops has told before how far it has come.
+void check_goodbye() {
+    TestRank a(0), b(1);
+    const Wire wire(std::nullopt);
+    a.nic->start({{}, {wire.end(0)}});
+    b.nic->start({{wire.end(1)}, {}});
+    SpinningWarp warp;
+    const auto set = [&](uint64_t call) {
+        std::atomic_ref<uint64_t>(a.controls[0].finished.transfer).store(call);
+    };
+    const auto heard = [&] {
+        return std::atomic_ref<uint64_t>(b.controls[0].finished.transfer).load();
+    };
+    set(1);
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{heard(), 1, 0}; }),
+            "it tells nothing");
+    require(b.nic->ranks_that_left().empty(), "it has not left");
+    set(2);
+    a.nic->stop(std::chrono::seconds(5));
+    const auto left = [&](int) { return WaitCondition{b.nic->ranks_that_left().size(), 1, 0}; };
+    require(warp.wait_all(Wait::None, 1, left), "no goodbye came");
+    require(b.nic->ranks_that_left() == std::vector{0} && heard() == 2,
+            "a goodbye came before what was to be said");
+    require(b.controls[1].abort == 0 && b.lost(0).empty(), "a goodbye is taken for a loss");
+    b.nic->stop(std::chrono::seconds(0));
+}
+
 // Whether a flag was seen before the rows that were put before it, over a network that keeps no
 // order: of its word, if it says so, or none.
 template <class AnyLink>
@@ -586,6 +613,7 @@ int main(int argc, char** argv) {
     ep::check_garbage();
     ep::check_striped_garbage();
     ep::check_tell_now();
+    ep::check_goodbye();
     ep::check_held_additions();
     ep::check_unordered();
     ep::run_rounds(70'000);

@@ -107,6 +107,16 @@ inline void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* othe
             "somebody else is to blame");
 }
 
+// Until rank 1 has heard from rank 0 that their connection broke.
+inline void wait_until_told(SpinningWarp& warp, TestRank& rank) {
+    const auto word = [&] {
+        return std::atomic_ref<uint64_t>(rank.controls[1].abort).load(std::memory_order_acquire);
+    };
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{word(), 1, 0}; }),
+            "the other rank is not told of a loss");
+    require(word() == ControlBlock::abort_word(Outcome::Lost, 1), "it is told something else");
+}
+
 // What no rank sends ends the connection. pairs: those of a rank that has a card.
 using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
 inline void require_refused(TestRank& rank, const Frame& frame, const QueuePairs& pairs = {}) {

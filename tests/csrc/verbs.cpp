@@ -4,9 +4,12 @@
 // "direct" behind it the ranks post in the cards' queues by themselves.
 
 #include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "fabric/queue/card_link.h"
 #include "fabric/queue/tcp_link.h"
+#include "fabric/queue/verbs_link.h"
 #include "fabric/verbs/card.h"
 #include "fabric/verbs/direct_pair.h"
 #include "send_queue.h"
@@ -180,6 +183,12 @@ struct TwoRanks {
     }
 };
 
+// The first signal of rank 0.
+void await_flag(SpinningWarp& warp, TestRank& b) {
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), 1, 0}; }),
+            "no flag came");
+}
+
 // Two ranks, until the card of one does what it should not.
 void check_failure(Fake& fake, const char* name, const std::string& why) {
     const auto patience = fake.with("retry_ms", 300, 60'000);
@@ -188,16 +197,61 @@ void check_failure(Fake& fake, const char* name, const std::string& why) {
     SpinningWarp warp;
     const auto queue = a.port->queues().puts(0, 1);
     require(queue.post_add(warp, 1, 0, 1), "no room");
-    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), 1, 0}; }),
-            "no flag came");
+    await_flag(warp, b);
     const auto setting = fake.with(name, 1, -1);
     require(queue.post_write(warp, 1, kData, kData, 100) && queue.post_add(warp, 1, 0, 1),
             "no room");
     wait_until_lost(warp, a, "a card that failed was not noticed");
+    wait_until_told(warp, b);
     a.nic->stop(std::chrono::seconds(0));
     b.nic->stop(std::chrono::seconds(0));
     require(a.lost(1).find(why) != std::string::npos, a.lost(1));
+    require(b.lost(0) == a.lost(1), b.lost(0));
     require(b.flag(0) == 1, "what failed was done all the same");
+}
+
+// Two ranks, until the card of one does not take what is posted.
+void check_refused_post(Fake& fake) {
+    TwoRanks ranks(fake);
+    auto& [a, b] = ranks;
+    SpinningWarp warp;
+    const auto queue = a.port->queues().puts(0, 1);
+    require(queue.post_add(warp, 1, 0, 1), "no room");
+    await_flag(warp, b);
+    const auto setting = fake.with("unposted", ENOMEM, 0);
+    require(queue.post_add(warp, 1, 0, 1), "no room");
+    wait_until_lost(warp, a, "a card that takes nothing was not noticed");
+    wait_until_told(warp, b);
+    a.nic->stop(std::chrono::seconds(0));
+    b.nic->stop(std::chrono::seconds(0));
+    require(a.lost(1).find("ibv_post_send: Cannot allocate memory") != std::string::npos,
+            a.lost(1));
+}
+
+// A process that is forked while the network runs, and ends.
+void check_fork(Fake& fake) {
+    auto ranks = std::make_unique<TwoRanks>(fake);
+    auto& [a, b] = *ranks;
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(30);
+        std::atomic_ref<uint64_t>(a.controls[0].abort).store(1);
+        a.nic->tell_now();
+        a.nic->close(a.port);
+        a.nic->stop(std::chrono::seconds(1));
+        ranks.reset();
+        _exit(0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    require(status == 0, "a fork ends with " + std::to_string(status));
+    SpinningWarp warp;
+    require(a.port->queues().puts(0, 1).post_add(warp, 1, 0, 1), "no room");
+    await_flag(warp, b);
+    std::jthread other([&] { a.nic->stop(std::chrono::seconds(5)); });
+    b.nic->stop(std::chrono::seconds(5));
+    other.join();
+    require(a.lost(1).empty() && b.lost(0).empty(), a.lost(1) + b.lost(0));
 }
 
 // A link that comes back soon: nothing is lost, nothing fails.
@@ -262,6 +316,62 @@ void check_parts(Fake& fake) {
     const auto part_of_b = open_part(b, 1, of_b, 1);
     await(warp, of_b[1], 5, "a part that was opened later is not reached");
     close_while_posted(ranks, part_of_a, part_of_b, of_b, 100);
+}
+
+// A part is closed, and the other side never says that it posts there no more.
+void check_unconfirmed(Fake& fake) {
+    const Cards cards = fake.cards();
+    TestRank a(0, cards.a);
+    const Wire wire(std::nullopt);
+    a.nic->start({{}, {wire.end(0)}}, {{}, connected_pairs(cards, 1)[0]});
+    a.nic->close(a.port);
+    SpinningWarp warp;
+    wait_until_lost(warp, a, "who confirms nothing is not lost");
+    a.nic->stop(std::chrono::seconds(0));
+    require(a.lost(1) == "it took nothing of what a part that is closed had sent", a.lost(1));
+    close(wire.end(1));
+}
+
+// What is for a region that the other side has closed is told of in its turn, too.
+void check_closed_region(Fake& fake) {
+    const Cards cards = fake.cards();
+    const auto pairs = connected_pairs(cards, 1);
+    std::array<uint64_t, 8> of_a{}, of_b{};
+    const verbs::Region there(cards.b, reinterpret_cast<char*>(of_b.data()), sizeof of_b);
+    const Wire wire(std::nullopt);
+    VerbsLink link(std::make_unique<TcpLink>(wire.end(0)), pairs[0][0]);
+    TcpLink other(wire.end(1));
+    link.open(0, std::make_shared<verbs::Region>(cards.a, reinterpret_cast<char*>(of_a.data()),
+                                                 sizeof of_a));
+    const auto hear = [&](const Frame& frame) {
+        other.add_copy(frame, {});
+        other.send();
+        link.receive([](const Frame&) { return nullptr; }, [](const Frame&) {});
+    };
+    hear({Frame::kKeys, 0, 0, 0, there.data(), there.flags()});
+    std::vector<int> told;
+    const auto add = [&](int number) {
+        require(link.has_room_for(0), "no room");
+        link.add({Frame::kAdd, 0, 0, 0, 0, 1}, nullptr,
+                 [&told, number] { told.push_back(number); });
+    };
+    {
+        const auto silent = fake.with("silent_after", 0, -1);
+        add(1);
+        hear({Frame::kClose, 0});
+        add(2);
+        link.send();
+        require(told.empty(), "what comes later is told of first");
+    }
+    SpinningWarp warp;
+    require(warp.wait_all(Wait::None, 1,
+                          [&](int) {
+                              link.send();
+                              return WaitCondition{told.size(), 2, 1};
+                          }),
+            "what is done is not told of");
+    add(3);
+    require(told == std::vector{1, 2, 3} && link.end().empty(), "it is not told of in turn");
 }
 
 // What a card carries must not come over TCP.
@@ -527,11 +637,15 @@ int main(int argc, char** argv) {
         ep::check_set_up(fake);
         ep::check_order(fake);
         ep::check_parts(fake);
+        ep::check_closed_region(fake);
+        ep::check_unconfirmed(fake);
+        ep::check_refused_post(fake);
         ep::check_garbage(fake);
     }
     ep::check_failure(fake, "silent_after", "the other card confirmed nothing of what was sent");
     ep::check_failure(fake, "refused_after", "the other card refused access to memory");
     ep::check_short_break(fake);
+    ep::check_fork(fake);
     // with a card's own queue 70,000 entries, whose numbers have 16 bits
     ep::run_rounds(is_direct ? 35'000 : 20'000, std::nullopt, 1, fake.cards());
     for (uint64_t seed = 1; seed <= 200; ++seed) {

@@ -4,6 +4,8 @@ that cannot be reached and of a rank that goes away. The machines are this one, 
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -17,7 +19,7 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import sizes, tcp
+from megatron_ep.backends import fabrics, monitor, sizes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.diagnosis.disagreement import what_ranks_sent
@@ -230,6 +232,64 @@ def run_late() -> str:
 def test_who_does_not_come_is_named_on_every_machine(ranks):
     for text in ranks.run(run_late):
         assert "rank 3 has not entered notify 2 (it finished 1)" in text
+
+
+ENDS = """
+import sys, time, torch, torch.distributed as dist
+import megatron_ep as ep
+from megatron_ep.backends import processes
+rank = int(sys.argv[1])
+processes.machine = lambda: f"machine {rank}"
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+buffer = ep.Buffer(None, ep.Config(num_experts=2, timeout=60), ep.Topology(2, 1))
+x, ids = torch.ones(4, 8), torch.tensor([[0, 1]] * 4)
+ep.dispatch(x, ids, buffer=buffer)
+if rank == 1:
+    exec(sys.argv[3])
+start = time.monotonic()
+try:
+    ep.dispatch(x, ids, buffer=buffer)
+except ep.EPError as error:
+    print(time.monotonic() - start, str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "raise RuntimeError('a bug of its own')"])
+def test_nobody_waits_for_a_process_of_another_machine_that_has_ended(end, tmp_path):
+    """Not by a signal: it says goodbye."""
+    environment = os.environ | {fabrics.VARIABLE: "tcp", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    waits, ends = (
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, str(rank), str(tmp_path / "store"), end],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    )
+    said, errors = waits.communicate(timeout=100)
+    assert ("a bug of its own" in ends.communicate(timeout=60)[1]) == ("bug" in end)
+    seconds, _, text = said.partition(" ")
+    assert float(seconds) < 20, errors
+    cause = "stopped waiting: rank 1 has not entered notify 2 (it finished 1); the process of rank 1 has ended"
+    assert cause in text, text
+
+
+def run_closed_early() -> None:
+    with machines_of(1):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
+    rows = ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
+    ep.combine(rows.x, rows.handle)
+    if dist.get_rank() != W - 1:
+        assert within(10, lambda: W - 1 in buffer._group._network.nic.ranks_that_left())
+        time.sleep(3 * monitor.INTERVAL_S)
+        buffer.raise_if_failed()
+    buffer.close()
+
+
+def test_a_rank_that_has_done_its_part_may_close_its_buffer(ranks):
+    ranks.run(run_closed_early)
 
 
 class Telling(_C.SoftwareNic):
@@ -463,4 +523,15 @@ def test_an_address_by_its_network(monkeypatch):
 def test_an_address_that_is_none_of_this_machine(value, monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, value)
     with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an? "):
+        tcp.listen()
+
+
+def test_an_address_is_called_what_it_is(monkeypatch):
+    wrong = "192.0.2.1"
+    with pytest.raises(ValueError, match=f"^address is '{wrong}', must be an address of this machine"):
+        tcp.listen(wrong)
+    monkeypatch.delenv(tcp.VARIABLE)
+    monkeypatch.setenv("MASTER_ADDR", "the.store")
+    monkeypatch.setattr(tcp, "own_address", lambda: wrong)
+    with pytest.raises(ValueError, match=rf"^the address from which .* reaches the.store \(.*\) is '{wrong}', must be"):
         tcp.listen()

@@ -49,8 +49,8 @@ def own_library(library, monkeypatch):
 @contextmanager
 def cards_with(**facts: int):
     """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
-    off = dict(down=0, unregistered=0, network=0, seed=0, astray=-1, slow=-1, silent_after=-1, refused_after=-1)
-    usual = dict(devices=1, mlx5=1, stride=64, retry_ms=60_000, **off)
+    off = dict(down=0, unregistered=0, unposted=0, network=0, seed=0, astray=-1, slow=-1)
+    usual = dict(devices=1, mlx5=1, stride=64, silent_after=-1, refused_after=-1, retry_ms=60_000, **off)
     change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
     change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     for name, value in facts.items():
@@ -112,6 +112,11 @@ def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
     for text in ranks.run(run_until_broken, "verbs", dict(silent_after=0)):
         assert "broke" in text and "rank" in text
         assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
+
+
+def test_a_card_that_takes_nothing_is_named_on_every_rank(ranks):
+    for text in ranks.run(run_until_broken, "verbs", dict(unposted=errno.ENOMEM)):
+        assert "broke" in text and "ibv_post_send: Cannot allocate memory" in text, text
 
 
 def run_refused(fabric: str, facts: dict[str, int]) -> str:

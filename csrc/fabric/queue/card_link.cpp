@@ -44,6 +44,7 @@ void CardLink::add_copy(Frame frame, std::string bytes) {
 }
 
 bool CardLink::send() {
+    if (!end_.empty()) return words_->send();
     for (auto& [number, region] : regions_) {
         if (region.is_to_confirm && is_idle(region)) {
             region.is_to_confirm = false;

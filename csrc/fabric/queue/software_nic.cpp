@@ -39,6 +39,12 @@ void note(Reason& reason, const std::string& why) {
     std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
 }
 
+// Never destroyed.
+template <class T>
+void leak(T& value) {
+    new T(std::move(value));
+}
+
 // Whether the rank is in a call of the normal mode.
 bool is_in_transfer(ControlBlock& block) {
     const auto is_under_way = [&](uint64_t Calls::* kind) {
@@ -67,11 +73,18 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards ca
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
+      has_left_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
 }
 
 SoftwareNic::~SoftwareNic() {
+    if (is_forked()) {  // the thread is not here, and what cards know is the parent's
+        leak(thread_);
+        leak(links_);
+        leak(ports_);
+        leak(cards_);
+    }
     stop(std::chrono::seconds(0));
     ::close(waker_);
 }
@@ -107,13 +120,16 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
 void SoftwareNic::start_over(std::vector<Links> links) {
     start_stepped(std::move(links));
     thread_ = std::jthread([this] { run(); });
+    has_thread_ = true;
 }
 
 void SoftwareNic::start_stepped(std::vector<Links> links) {
+    const std::lock_guard lock(ports_mutex_);
     links_ = std::move(links);
     held_.assign(links_.size(), {});
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         told_[rank] = 0;
+        has_left_[rank] = false;
         if (!links_[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
     for (const auto& port : ports_) {
@@ -135,7 +151,8 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     stopping_ = true;
     wake();
     thread_.join();
-    thread_ = {};
+    const std::lock_guard lock(ports_mutex_);  // others may tell of a failure, or close a port
+    has_thread_ = false;
     for (Links& links : links_) links.clear();
     for (const auto& port : ports_) {
         if (!port) continue;
@@ -200,7 +217,9 @@ bool SoftwareNic::leave() {
     if (said_goodbye_) return is_heard || now > stop_at_ + kFarewell;
     for (const Links& links : links_) {
         for (const auto& link : links) {
-            if (link->end().empty()) link->add_copy({Frame::kBye}, {});
+            if (!link->end().empty()) continue;
+            if (link == links.front()) add_status(*link);
+            link->add_copy({Frame::kBye}, {});
         }
     }
     said_goodbye_ = true;
@@ -294,10 +313,12 @@ bool SoftwareNic::move_bytes() {
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         const int from = static_cast<int>(rank);
         for (const auto& link : links_[rank]) {
-            if (!link->end().empty()) continue;
-            moved |= link->send();
-            moved |= link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
-                                   [&](const Frame& frame) { take(*link, from, frame); });
+            if (link->end().empty()) {
+                moved |= link->send();
+                moved |=
+                    link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
+                                  [&](const Frame& frame) { take(*link, from, frame); });
+            }
             if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
         }
     }
@@ -360,6 +381,7 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         const Reason& reason = controls_[rank]->reason;
         note_loss(static_cast<int>(blamed), std::string(reason.text, reason.bytes));
     } else if (frame.kind == Frame::kBye) {
+        if (&link == links_[rank].front().get()) has_left_[rank] = true;  // its last status is here
         link.fail(kEnd);
     }
 }
@@ -392,11 +414,7 @@ void SoftwareNic::tell_others() {
         const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
         if (!is_new && !(is_time && link->has_room())) continue;
-        ControlBlock said{};
-        copy_status(said, own());
-        if (!said.reason.bytes)
-            said.reason = why_lost_;  // for those whose own connections are whole
-        link->add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
+        add_status(*link);
         if (is_new) {
             link->add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
             told_[rank] = word;
@@ -405,11 +423,25 @@ void SoftwareNic::tell_others() {
     if (is_time) last_beat_ = now;
 }
 
-// With one connection to a rank the others end, too.
+void SoftwareNic::add_status(Link& link) {
+    ControlBlock said{};
+    copy_status(said, own());
+    if (!said.reason.bytes) said.reason = why_lost_;  // for those whose own connections are whole
+    link.add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
+}
+
+// With one connection to a rank the others end, too. The rank itself hears of it where only a card
+// has failed.
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
     note(controls_[rank]->reason, why);
     note_loss(rank, why);
+    if (told_[rank]) return;
+    told_[rank] = ControlBlock::abort_word(Outcome::Lost, *lost_);
+    Link& link = *links_[rank].front();
+    add_status(link);
+    link.add_copy({Frame::kAbort, 0, 0, 0, 0, told_[rank]}, {});
+    link.send();
 }
 
 void SoftwareNic::note_loss(int rank, const std::string& why) {
@@ -429,6 +461,14 @@ void SoftwareNic::end_waits() {
         if (!tolerates_loss_ || (is_near && is_in_transfer(*controls_[rank])))
             abort(*controls_[rank], word);
     }
+}
+
+std::vector<int> SoftwareNic::ranks_that_left() const {
+    std::vector<int> ranks;
+    for (size_t rank = 0; rank < has_left_.size(); ++rank) {
+        if (has_left_[rank]) ranks.push_back(static_cast<int>(rank));
+    }
+    return ranks;
 }
 
 void SoftwareNic::tell_now() {

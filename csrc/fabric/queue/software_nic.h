@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -44,6 +46,8 @@ class GpuOfCards {
 // Beside the queues it tells the others what this rank's control block says, and what the others
 // say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and a rank
 // that waited can say which one never came. A connection that breaks ends all waits, too.
+//
+// In a process that is forked from the one that made it, it does nothing, and is only destroyed.
 class SoftwareNic {
   public:
     using Cards = std::vector<std::shared_ptr<verbs::Card>>;
@@ -138,12 +142,15 @@ class SoftwareNic {
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
-    bool is_running() const { return thread_.joinable(); }
+    bool is_running() const { return has_thread_ && !is_forked(); }
     // After a queue of the host has rung.
     void wake();
     // Until the other machines have what this rank knows of failures, a moment at most: its process
     // may be about to end.
     void tell_now();
+    // Those of other machines whose network has stopped: what they had to say of themselves is in
+    // their mirrors.
+    std::vector<int> ranks_that_left() const;
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
     // the lost one. Those of the normal mode it does, of ranks on the host.
     void tolerate_loss() { tolerates_loss_ = true; }
@@ -160,6 +167,7 @@ class SoftwareNic {
     static constexpr std::chrono::microseconds kSpin{20};
     static constexpr std::chrono::microseconds kMinNap{50}, kMaxNap{1000};
 
+    bool is_forked() const { return getpid() != process_; }
     void run();
     bool leave();
     // Which card has a queue pair: a channel's two have the same.
@@ -179,6 +187,7 @@ class SoftwareNic {
     bool carry_out(Port& port, size_t queue);
     bool move_bytes();
     void tell_others();
+    void add_status(Link& link);
     void lose(int rank, const std::string& why);
     void note_loss(int rank, const std::string& why);
     void end_waits();
@@ -194,6 +203,7 @@ class SoftwareNic {
     void take(Link& link, int rank, const Frame& frame);
     ControlBlock& own() const { return *controls_[rank_]; }
 
+    const pid_t process_ = getpid();
     int rank_;
     std::vector<ControlBlock*> controls_;
     Cards cards_;
@@ -206,6 +216,7 @@ class SoftwareNic {
     std::vector<ControlBlock> arriving_;        // by rank
     std::vector<HeldAdditions> held_;           // by rank, where its network keeps no order
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
+    std::vector<std::atomic<bool>> has_left_;   // by rank
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
     // The rank whose connection broke first, here or at a rank that told so, and why.
@@ -214,7 +225,7 @@ class SoftwareNic {
     Clock::time_point news_until_;
 
     std::jthread thread_;
-    std::atomic<bool> stopping_ = false, tolerates_loss_ = false;
+    std::atomic<bool> has_thread_ = false, stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
     bool said_goodbye_ = false;
     bool polls_ = false;  // there are queues for which nobody wakes it

@@ -157,6 +157,7 @@ void SoftwareNic::join(int rank, const std::string& told) {
 }
 
 void SoftwareNic::close(const std::shared_ptr<Port>& port) {
+    if (is_forked()) return;
     const auto deadline = Clock::now() + std::chrono::seconds(2);
     while (!forget(port, Clock::now() > deadline)) {
         wake();

@@ -21,14 +21,15 @@ void VerbsLink::fail(const std::string& why) {
 bool VerbsLink::has_room_for(uint8_t region) const {
     const Shared& shared = regions_[region];
     if (!end_.empty()) return false;
-    return shared.was_closed || (shared.theirs && posted_.size() < verbs::QueuePair::kDepth &&
-                                 posted_bytes_ < kMaxPosted);
+    return (shared.was_closed || shared.theirs) && posted_.size() < verbs::QueuePair::kDepth &&
+           posted_bytes_ < kMaxPosted;
 }
 
 void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
     const Shared& shared = regions_[frame.region];
     if (shared.was_closed) {  // nobody is there any more to read it
-        if (sent) sent();
+        posted_.push_back({frame.region, 0, std::move(sent), true});
+        if (posted_.size() == 1) tell_of_first();
         return;
     }
     const bool is_write = frame.kind == Frame::kWrite;
@@ -47,17 +48,24 @@ void VerbsLink::add_copy(Frame frame, std::string bytes) {
 
 bool VerbsLink::send() {
     bool moved = words_->send();
-    if (posted_.empty()) return moved;
+    if (posted_.empty() || !end_.empty()) return moved;
     const std::string fault = pair_->poll([&] {
+        tell_of_first();
+        moved = true;
+    });
+    if (!fault.empty()) fail(fault);
+    return moved;
+}
+
+// And of those behind it that the card has not.
+void VerbsLink::tell_of_first() {
+    do {
         const Posted first = std::move(posted_.front());
         posted_.pop_front();
         posted_bytes_ -= first.bytes;
         if (first.sent) first.sent();
         confirm_closed(first.region);
-        moved = true;
-    });
-    if (!fault.empty()) fail(fault);
-    return moved;
+    } while (!posted_.empty() && posted_.front().is_for_nobody);
 }
 
 bool VerbsLink::has_to_send() const {

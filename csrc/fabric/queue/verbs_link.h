@@ -55,9 +55,11 @@ class VerbsLink : public Link {
         uint8_t region;
         uint32_t bytes;
         std::function<void()> sent;
+        bool is_for_nobody = false;  // the card knows nothing of it
     };
 
     void take(const Frame& frame);
+    void tell_of_first();
     bool is_posted(uint8_t region) const;
     void confirm_closed(uint8_t region);
 
