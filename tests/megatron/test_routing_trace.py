@@ -1,6 +1,7 @@
 """What routers have chosen, as it is recorded: which passes count, and where the numbers end."""
 
 import contextlib
+import gc
 
 import pytest
 
@@ -63,6 +64,7 @@ def _layers(config, router):
 
 def _record(directory, tensor_parallel_size, fused):
     """Three steps of two micro-batches; what the dispatchers of this rank were given, by step, layer, micro-batch."""
+    gc.collect()  # all buffers are asked, also those that earlier tests have left in circles
     join_layout(tensor_parallel_size, 4 // tensor_parallel_size)
     config = make_config(params_dtype=torch.float32, moe_router_dtype="fp32", num_layers=2)
     routing_trace.enable(directory)
