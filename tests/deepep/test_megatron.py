@@ -131,9 +131,9 @@ def train_model(dispatcher, overlaps, options):
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # what earlier tests have left has another shape
     from megatron_ep.megatron import equivalence
 
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # what earlier tests have left has another shape
     config = equivalence.make_config(
         num_layers=LAYERS,
         moe_token_dispatcher_type=dispatcher,
