@@ -13,7 +13,7 @@ from megatron_ep.reference import SCALE_BLOCK
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): SUMMABLE_TYPES[name] for name in ("bfloat16", "float16", "float32")
 }
-SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}
+SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}  # of an int32 float8_e8m0fnu
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,6 +51,7 @@ class HostBackend(OfGroup):
     ):
         """nic: carries what goes to other nodes; None: all heaps are mapped here."""
         self.is_seeded = seed is not None
+        self._ranks = ranks
         self.memories = list(segments)
         self.network_memory = None
         group = _C.Group(
@@ -116,8 +117,14 @@ class HostBackend(OfGroup):
     def finish_launches(self) -> None:
         pass
 
+    def _is_in_call(self) -> bool:
+        """In another thread: calls return when they are done. One that has failed is about to return."""
+        own = (status for status in self.rank_statuses() if status.rank in self._ranks)
+        return any(status.inside is not None for status in own) and self.aborted() is None
+
     def drain(self) -> None:
-        pass
+        if self._is_in_call():
+            raise RuntimeError("the buffer is in use by another thread")
 
     def put_off(self, work: Callable[[], None]) -> None:
         work()
@@ -127,7 +134,7 @@ class HostBackend(OfGroup):
         pass
 
     def needs_memory(self) -> str:
-        return ""
+        return "a call is under way in another thread" if self._is_in_call() else ""
 
     def close(self) -> None:
         pass

@@ -220,11 +220,13 @@ class Backend(HasMemory, Protocol):
         ...
 
     def drain(self) -> None:
-        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
+        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long, and on
+        the host where another thread is in a call."""
         ...
 
     def needs_memory(self) -> str:
-        """Why its memory cannot be given back even when all launches are done; "" if it can."""
+        """Why its memory cannot be given back even when all launches are done, or on the host because of a call in
+        another thread; "" if it can."""
         ...
 
     def attach(self, part: Part) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ep.backends import connect, peer_memory
-from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.rendezvous import DECISION_S, StoreRendezvous
 from megatron_ep.errors import EPError
@@ -27,8 +26,6 @@ def finish(rendezvous: StoreRendezvous, backend: Backend) -> EPError | None:
     def wait() -> tuple[None, str]:
         nonlocal has_finished
         need = backend.needs_memory()
-        if not need and is_in_call(backend, rendezvous.rank):
-            need = "a call is under way in another thread"
         if not need:
             backend.drain()
         has_finished = True
@@ -44,15 +41,6 @@ def finish(rendezvous: StoreRendezvous, backend: Backend) -> EPError | None:
         if need:
             raise ValueError(f"rank {rank} cannot release the buffer: {need}")
     return None
-
-
-def is_in_call(backend: Backend, rank: int) -> bool:
-    """Whether another thread is in a call, of which `drain` knows on a GPU only: on the host calls return when they are
-    done. One that has failed is about to return."""
-    if not isinstance(backend, HostBackend):
-        return False
-    own = next(status for status in backend.rank_statuses() if status.rank == rank)
-    return own.inside is not None and backend.aborted() is None
 
 
 def of_machine(

@@ -118,8 +118,6 @@ class DistributedRankGroup(RankGroup):
 
             def drain() -> None:
                 backend.drain()  # nothing of this rank reaches others after that
-                if release.is_in_call(backend, self.rank):
-                    raise RuntimeError("the buffer is in use by another thread")
                 # not before: it ends launches that wait for a rank that has died
                 stack.enter_context(self._resetting())
 

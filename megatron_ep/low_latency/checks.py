@@ -247,9 +247,7 @@ class Checks:
     def _check_id_values(self, ids: list[torch.Tensor]) -> None:
         experts = self._group.config.num_experts
         for rank, idx in zip(self._group.ranks, ids, strict=True):
-            token = expert_ids.first_invalid(idx, experts)
-            if token is not None:
-                raise expert_ids.refusal(idx, token, experts, rank if len(ids) > 1 else None)
+            expert_ids.check(idx, experts, rank if len(ids) > 1 else None)
 
     def _flat(
         self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int, meaning: str = ""

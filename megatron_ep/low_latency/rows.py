@@ -9,12 +9,13 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
+from megatron_ep.float8 import SCALES_OF_WORD
 from megatron_ep.group.rank_group import PAYLOAD_TYPES
 from megatron_ep.normal.api import check_scales
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 
 SCALE_LAYOUTS = ("row", "column")
-BLOCKS_OF_WORD = 4  # float8_e8m0fnu in an int32
+BLOCKS_OF_WORD = SCALES_OF_WORD[torch.int32]
 
 
 @dataclass

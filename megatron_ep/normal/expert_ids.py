@@ -15,6 +15,13 @@ def first_invalid(topk_idx: torch.Tensor, num_experts: int, allows_repeats: bool
     return int(bad.nonzero()[0]) if bad.any() else None
 
 
+def check(topk_idx: torch.Tensor, num_experts: int, rank: int | None = None, allows_repeats: bool = False) -> None:
+    """Raises ValueError for the first token whose ids are invalid. rank: as of `refusal`."""
+    token = first_invalid(topk_idx, num_experts, allows_repeats)
+    if token is not None:
+        raise refusal(topk_idx, token, num_experts, rank, allows_repeats)
+
+
 def refusal(
     topk_idx: torch.Tensor, token: int, num_experts: int, rank: int | None, allows_repeats: bool = False
 ) -> ValueError:

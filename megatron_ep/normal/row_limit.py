@@ -69,7 +69,7 @@ class RowLimit:
 
     def report_unseen(self) -> None:
         """Into the log, if there is an overflow that nobody has asked for."""
-        if self in _overflowed():
+        if self.over_budget is not None and self in _running() and bool(self.over_budget):
             _log(self)
 
 

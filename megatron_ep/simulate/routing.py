@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_ep.config import Topology, require_int
+from megatron_ep.normal import expert_ids
 
 ALLOWED = "uniform, zipf:S with S in [0, 4], nodes:M, or trace:FILE"
 
@@ -29,10 +30,9 @@ def check(
             )
         if int(traced.min()) < -1 or int(traced.max()) >= num_experts:
             raise ValueError(f"routing {routing}: experts must be in [-1, {num_experts})")
-        ordered = traced[:simulated_ranks, :num_tokens].sort(dim=-1).values
-        repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(dim=-1).nonzero()
-        if len(repeated):
-            rank, token = repeated[0].tolist()
+        repeated = expert_ids.first_invalid(traced[:simulated_ranks, :num_tokens].flatten(0, 1), num_experts)
+        if repeated is not None:
+            rank, token = divmod(repeated, num_tokens)
             raise ValueError(
                 f"routing {routing}: token {token} of rank {rank} has an expert twice, must have different ones"
             )

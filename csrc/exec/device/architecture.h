@@ -13,8 +13,8 @@ namespace ep {
 
 struct Architecture {
     static constexpr bool kHasCopyEngine = EP_ARCHITECTURE >= 900;  // bulk copies, see bulk.h
-    static constexpr bool kHasEarlyLaunches =
-        EP_ARCHITECTURE == 900;  // see ptx.h; later GPUs untried
+    // See let_next_launch_come in ptx.h. Not tried on later GPUs.
+    static constexpr bool kHasEarlyLaunches = EP_ARCHITECTURE == 900;
     static constexpr bool kHasPackedMax = EP_ARCHITECTURE >= 900;
     static constexpr bool kHasFloat8 = EP_ARCHITECTURE >= 890;
     // Rows that a lane adds to a sum at once. Of four ptxas spills 500 bytes for 10.0, 60 for 9.0.

@@ -89,9 +89,9 @@ class BulkCopier {
         });
     }
 
-    // A row of each lane in the mask, which was there before the launch, to that lane's own
-    // destination. A buffer holds several, or a part of one: while those of one are written those
-    // of the other are read.
+    // A row of each lane in the mask, which was there when the launch before it ended, to that
+    // lane's own destination. A buffer holds several, or a part of one: while those of one are
+    // written those of the other are read.
     template <CacheHint hint>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {

@@ -414,11 +414,10 @@ void SoftwareNic::tell_others() {
         const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
         if (!is_new && !(is_time && link->has_room())) continue;
-        add_status(*link);
-        if (is_new) {
-            link->add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
-            told_[rank] = word;
-        }
+        if (is_new)
+            add_abort(rank, word);
+        else
+            add_status(*link);
     }
     if (is_time) last_beat_ = now;
 }
@@ -430,6 +429,13 @@ void SoftwareNic::add_status(Link& link) {
     link.add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
 }
 
+void SoftwareNic::add_abort(size_t rank, uint64_t word) {
+    Link& link = *links_[rank].front();
+    add_status(link);
+    link.add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
+    told_[rank] = word;
+}
+
 // With one connection to a rank the others end, too. The rank itself hears of it where only a card
 // has failed.
 void SoftwareNic::lose(int rank, const std::string& why) {
@@ -437,11 +443,8 @@ void SoftwareNic::lose(int rank, const std::string& why) {
     note(controls_[rank]->reason, why);
     note_loss(rank, why);
     if (told_[rank]) return;
-    told_[rank] = ControlBlock::abort_word(Outcome::Lost, *lost_);
-    Link& link = *links_[rank].front();
-    add_status(link);
-    link.add_copy({Frame::kAbort, 0, 0, 0, 0, told_[rank]}, {});
-    link.send();
+    add_abort(rank, ControlBlock::abort_word(Outcome::Lost, *lost_));
+    links_[rank].front()->send();
 }
 
 void SoftwareNic::note_loss(int rank, const std::string& why) {

@@ -188,6 +188,7 @@ class SoftwareNic {
     bool move_bytes();
     void tell_others();
     void add_status(Link& link);
+    void add_abort(size_t rank, uint64_t word);
     void lose(int rank, const std::string& why);
     void note_loss(int rank, const std::string& why);
     void end_waits();
