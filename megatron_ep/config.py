@@ -120,8 +120,8 @@ class Tuning:
     local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run as launches of their own:
         dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
         combine's sums over a rank's experts. They run on the SMs that `Config.num_sms` leaves free; where that is less
-        than a third of the GPU, before or after the exchange on all SMs. Combine goes without them in a captured graph
-        and where processes share a GPU. None: on a GPU, where it saves time.
+        than a third of the GPU, before or after the exchange on all SMs. Combine goes without them where processes
+        share a GPU. None: on a GPU, where it saves time.
     """
 
     channels: int | None = None

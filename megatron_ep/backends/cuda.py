@@ -208,8 +208,7 @@ class CudaBackend(OfGroup):
                 tensor.record_stream(stream)
 
     def may_wait_on_side_stream(self) -> bool:
-        # A graph's branches may run one after the other in any order, and other processes may take all SMs.
-        return not self.shares_gpu and not self.is_capturing()
+        return not self.shares_gpu  # other processes may take all SMs
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

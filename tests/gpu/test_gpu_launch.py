@@ -36,12 +36,13 @@ def config(**settings):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 2)])
-@pytest.mark.parametrize("local_pass", [None, True])
-def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
-    """max_recv_tokens: captured once, replayed with other tokens and other experts."""
+@pytest.mark.parametrize(("local_pass", "num_sms"), [(None, 24), (True, 24), (True, 4)])
+def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass, num_sms):
+    """max_recv_tokens: captured once, replayed with other tokens and other experts. Where few SMs are busy the
+    intra-rank pass is a branch of the graph."""
     world, size = nodes * ranks_per_node, T * nodes * ranks_per_node * K
     with ep.LocalCluster(
-        nodes, ranks_per_node, config(tuning=ep.Tuning(local_pass=local_pass)), device="cuda"
+        nodes, ranks_per_node, config(num_sms=num_sms, tuning=ep.Tuning(local_pass=local_pass)), device="cuda"
     ) as cluster:
         x, ids, weights = inputs(world)
 

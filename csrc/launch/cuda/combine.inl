@@ -24,7 +24,9 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         // first, or it might find no SM while the exchange waits for it
         launch(kernels::intra_rank_reduce_kernel<T, kWeighted, J>,
-               spread(joint, ranks, side_stream.sms), ranks, side_stream.fork(stream), false);
+               spread(joint, ranks, side_stream.sms), ranks, side_stream.fork(stream), false,
+               side_stream.begun());
+        side_stream.wait_until_begun(stream);
         launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         side_stream.join(stream);
     });

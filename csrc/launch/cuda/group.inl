@@ -23,21 +23,24 @@ constexpr size_t kPollsOfCounts = 1 << 12;  // between two looks at signals and 
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
-// cooperative: all blocks at once on the GPU, or an error, because some wait for others.
+// cooperative: all blocks at once on the GPU, or an error, because some wait for others. begun: an
+// event that tells when all blocks have begun, if any.
 template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
-            bool cooperative = true) {
+            bool cooperative = true, CudaEvent begun = nullptr) {
     static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
-    cudaLaunchAttribute at_once{};
-    at_once.id = cudaLaunchAttributeCooperative;
-    at_once.val.cooperative = cooperative;
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = cooperative;
+    attributes[1].id = cudaLaunchAttributeLaunchCompletionEvent;
+    attributes[1].val.launchCompletionEvent.event = static_cast<cudaEvent_t>(begun);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(joint.blocks_per_rank * ranks));
     config.blockDim = dim3(kBlockThreads);
     config.dynamicSmemBytes = shared_bytes();
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &at_once;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = begun ? 2 : 1;
     check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
 }
 

@@ -7,11 +7,17 @@
 namespace ep {
 namespace {
 
-void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
-    const auto recorded = static_cast<cudaEvent_t>(event.get());
-    check_cuda(cudaEventRecord(recorded, static_cast<cudaStream_t>(earlier)), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(later), recorded, 0),
+void wait(CudaStream stream, const Resource<void>& event) {
+    check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream),
+                                   static_cast<cudaEvent_t>(event.get()), 0),
                "cudaStreamWaitEvent");
+}
+
+void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
+    check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(event.get()),
+                               static_cast<cudaStream_t>(earlier)),
+               "cudaEventRecord");
+    wait(later, event);
 }
 
 }  // namespace
@@ -22,12 +28,19 @@ SideStream::SideStream(int device, int all, int busy)
       sms(has_room ? all - busy : all),
       stream_(side_stream(device)),
       forked_(event(device)),
+      begun_(event(device)),
       joined_(event(device)) {}
 
 CudaStream SideStream::fork(CudaStream caller) const {
     if (!has_room) return caller;
     order(caller, stream_.get(), forked_);
     return stream_.get();
+}
+
+CudaEvent SideStream::begun() const { return has_room ? begun_.get() : nullptr; }
+
+void SideStream::wait_until_begun(CudaStream caller) const {
+    if (has_room) wait(caller, begun_);
 }
 
 void SideStream::join(CudaStream caller) const {

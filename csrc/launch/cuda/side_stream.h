@@ -14,6 +14,11 @@ class SideStream {
     // What is launched on the stream that this returns waits for what the caller's holds now:
     // another stream, or the caller's own where there is no room.
     CudaStream fork(CudaStream caller) const;
+    // For the launch there that what follows on the caller's stream waits for: null, or the event
+    // that it shall record once all its blocks have begun.
+    CudaEvent begun() const;
+    // What is launched on the caller's stream from now on comes after that, in a graph, too.
+    void wait_until_begun(CudaStream caller) const;
     // What is launched on the caller's stream from now on waits for that.
     void join(CudaStream caller) const;
 
@@ -22,7 +27,7 @@ class SideStream {
     const int sms;        // for launches of the second stream
 
   private:
-    Resource<void> stream_, forked_, joined_;
+    Resource<void> stream_, forked_, begun_, joined_;
 };
 
 }  // namespace ep

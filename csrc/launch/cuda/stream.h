@@ -2,6 +2,8 @@
 
 namespace ep {
 
-using CudaStream = void*;  // a cudaStream_t, for those who do not include CUDA's headers
+// For those who do not include CUDA's headers.
+using CudaStream = void*;  // a cudaStream_t
+using CudaEvent = void*;   // a cudaEvent_t
 
 }  // namespace ep
