@@ -61,6 +61,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
         return;
     typename W::template PerLane<int> dst_row, following;
+    typename W::template PerLane<uint64_t> weight;
     auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
     auto serve = [&](const ReadyBatch& batch) {
         if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;
@@ -69,10 +70,8 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             dst_row = following;  // those of the next row are read while this one is summed
             if (i + 1 < batch.rows) read_dst_rows(warp, args, batch.first + i + 1, following);
             char* slot = rings.nvl_out_slot(batch.node, batch.peer, batch.position + i);
-            warp.lanes(format.topk, [&](int k) {
-                store_weight(slot + format.weights() + k * format.weight_bytes,
-                             weight_of(args, batch.first + i, k, dst_row[k]), format.weight_bytes);
-                if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+            warp.lanes(format.topk, [&](int k) {  // on their way while the rows are summed
+                weight[k] = weight_of(args, batch.first + i, k, dst_row[k]);
             });
             const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
             if (args.sums && rows.lanes) {
@@ -82,6 +81,11 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             } else {
                 rows.sum(warp, args, slot + format.payload());
             }
+            warp.lanes(format.topk, [&](int k) {
+                store_weight(slot + format.weights() + k * format.weight_bytes, weight[k],
+                             format.weight_bytes);
+                if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+            });
         }
         const uint64_t next = batch.position + batch.rows;
         OutCursor& out = rings.nvl_out(batch.node, batch.peer);
@@ -106,8 +110,8 @@ struct NodeSums {
     const RowFormat& format = args.format;
     uint64_t next = rings.rdma_out(node).next;
     typename W::template PerLane<int> expert, peer;
-    typename W::template PerLane<uint64_t> taken;
-    typename W::template PerLane<const void*> row, part;
+    typename W::template PerLane<uint64_t> taken, tag;
+    typename W::template PerLane<const void*> part;
 
     EP_FN WaitCondition arrived(int lane) {
         if (peer[lane] < 0) return nothing_to_wait_for();
@@ -135,7 +139,7 @@ struct NodeSums {
             if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             if (peer[lane] < 0) return;
             const char* in = rings.nvl_in_slot(node, peer[lane], taken[lane] - 1);
-            row[lane] = in;
+            tag[lane] = *reinterpret_cast<const uint64_t*>(in + format.tag());
             part[lane] = in + format.payload();
             const size_t weight = format.weights() + lane * format.weight_bytes;
             store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
@@ -144,7 +148,7 @@ struct NodeSums {
         const auto rank_of = [&](int lane) {
             return rings.rank_at(args.node(), warp.broadcast(peer, lane));
         };
-        if (!belong_to_call(warp, rings, lanes, row, rank_of)) return false;
+        if (!belong_to_call(warp, rings, lanes, tag, rank_of)) return false;
         warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, lanes,
                                               format.payload_bytes / sizeof(T));
         warp.lanes(format.topk, [&](int lane) {

@@ -90,7 +90,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     typename W::template PerLane<int> source;
     typename W::template PerLane<int> dst_row, following_dst_row;  // of this rank's rows
     typename W::template PerLane<uint64_t> next;                   // slot of each ring
-    typename W::template PerLane<const void*> row, part;
+    typename W::template PerLane<uint64_t> tag;                    // of each row from a ring
+    typename W::template PerLane<const void*> part;
     auto is_own = [&](int source) { return source == args.local(); };
     auto is_local = [&](int source) { return source < topology.ranks_per_node; };
     auto node_of = [&](int source) { return source - topology.ranks_per_node; };
@@ -196,7 +197,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                 const char* in = is_local(source[lane])
                                      ? rings.nvl_in_slot(own_node, source[lane], next[lane])
                                      : rings.rdma_in_slot(node_of(source[lane]), next[lane]);
-                row[lane] = in;
+                tag[lane] = *reinterpret_cast<const uint64_t*>(in + format.tag());
                 part[lane] = in + format.payload();
                 gradient = load_weight(in + format.weights() + lane * format.weight_bytes,
                                        format.weight_bytes);
@@ -210,7 +211,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             return is_local(from) ? rings.rank_at(own_node, from)
                                   : rings.rank_at(node_of(from), args.local());
         };
-        if (!belong_to_call(warp, rings, others, row, rank_of)) return;
+        if (!belong_to_call(warp, rings, others, tag, rank_of)) return;
         const uint32_t addends =
             args.bias[0] ? add_biases(warp, args, token, part, sources) : sources;
         warp.template sum<T, CacheHint::Keep>(

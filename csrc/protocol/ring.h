@@ -252,16 +252,12 @@ EP_FN WaitCondition rdma_row(const Rings<F>& rings, int node, uint64_t next) {
 }
 
 // Rows of another call mean that the ranks issued different sequences of calls. A row per lane in
-// the mask: its slot and the rank it is from.
+// the mask: its tag and the rank it is from.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
-                          const typename W::template PerLane<const void*>& slot, RankOf&& rank_of) {
-    typename W::template PerLane<uint64_t> tag;
+                          const typename W::template PerLane<uint64_t>& tag, RankOf&& rank_of) {
     const uint32_t strangers = warp.ballot(rings.args.format.topk, [&](int lane) {
-        if (!(mask >> lane & 1)) return false;
-        tag[lane] = *reinterpret_cast<const uint64_t*>(static_cast<const char*>(slot[lane]) +
-                                                       rings.args.format.tag());
-        return tag[lane] != rings.tag;
+        return (mask >> lane & 1) && tag[lane] != rings.tag;
     });
     if (!strangers) return true;
     const int lane = lowest_lane(strangers);

@@ -105,15 +105,12 @@ MUTANTS = [
     Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
     changed("let_next_launch_come: the first warp does", WARP, LETS_COME, "blockDim.x / 32", "1", LL),
     # ---- warps that meet
-    Mutant(
-        "meet: lanes do not meet behind",
-        KERNELS,
-        "«__syncwarp();»  // what lane 0 has acquired is there for all: a shuffle orders nothing",
-    ),
+    Mutant("meet: a block before all of its warps", KERNELS, "«__syncthreads();»\n    if (threadIdx.x == 0) {"),
+    Mutant("meet: warps before the others of their block", KERNELS, "        }\n    }\n    «__syncthreads();»\n}"),
     changed(
         "meet: relaxed",
         KERNELS,
-        "if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), warps) + 1) * warps;",
+        "const uint64_t before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),

@@ -150,9 +150,15 @@ class BulkCopier {
         static_assert(kMostRows<kVector> >= 32);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
-            for (uint32_t i = rows::lane_id() * kVector; i < size; i += 32 * kVector) {
-                ptx::store(reinterpret_cast<uint4*>(static_cast<char*>(dst) + at + i),
-                           rows::sum_shared<T>(rows + i, weights, count, stride));
+            constexpr uint32_t kStep = 32 * kVector;
+            char* to = static_cast<char*>(dst) + at;
+            for (uint32_t i = rows::lane_id() * kVector; i < size; i += 2 * kStep) {
+                const bool both = i + kStep < size;
+                const uint32_t places[2] = {i, both ? i + kStep : i};
+                uint4 sums[2];
+                rows::sum_shared<T>(sums, rows, places, weights, count, stride);
+                ptx::store(reinterpret_cast<uint4*>(to + i), sums[0]);
+                if (both) ptx::store(reinterpret_cast<uint4*>(to + i + kStep), sums[1]);
             }
         };
         for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);
@@ -177,9 +183,10 @@ class BulkCopier {
             for (uint32_t i = 0; i < size; i += kStep) {
                 uint4 unit[1] = {rows::tag_unit(0, tag)};
                 const uint32_t own = i + rows::offset_of_lane(rows::line_of_lane());
-                if (!rows::holds_tag())
-                    unit[0] = own < size ? rows::sum_shared<T>(rows + own, weights, count, stride)
-                                         : uint4{};
+                if (!rows::holds_tag()) {
+                    unit[0] = {};
+                    if (own < size) rows::sum_shared<T>(unit, rows, {own}, weights, count, stride);
+                }
                 const int first = lines.first + static_cast<int>((at + i) / Line::kPayload);
                 rows::store_lines(slot, 1, first, lines.end(), unit);
             }

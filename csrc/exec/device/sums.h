@@ -130,19 +130,27 @@ struct SharedWeights {
     }
 };
 
-// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their
-// weights lie side by side.
-template <class T, class Weights>
-__device__ __forceinline__ uint4 sum_shared(const char* first, Weights weights, uint32_t count,
-                                            uint32_t stride) {
+// Some vectors of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their
+// weights lie side by side. at: where each vector lies in a row. None waits for another.
+template <class T, int kVectors, class Weights>
+__device__ __forceinline__ void sum_shared(uint4 (&vectors)[kVectors], const char* rows,
+                                           const uint32_t (&at)[kVectors], Weights weights,
+                                           uint32_t count, uint32_t stride) {
     using Sum = Accumulator<T>;
-    Sum sums[Elements<T>::kCount];
+    Sum sums[kVectors][Elements<T>::kCount];
 #pragma unroll
-    for (Sum& sum : sums) sum = -Sum{0};
+    for (auto& of_vector : sums) {
+#pragma unroll
+        for (Sum& sum : of_vector) sum = -Sum{0};
+    }
 #pragma unroll 4
-    for (uint32_t row = 0; row < count; ++row)
-        accumulate<T>(sums, ptx::load_shared(first + row * stride), weights[row]);
-    return narrow_vector<T>(sums);
+    for (uint32_t row = 0; row < count; ++row) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            accumulate<T>(sums[v], ptx::load_shared(rows + row * stride + at[v]), weights[row]);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v] = narrow_vector<T>(sums[v]);
 }
 
 // The same order of additions, an element at a time.

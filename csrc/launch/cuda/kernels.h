@@ -64,16 +64,18 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
 
 // ---- notify: each step needs the one before on all channels
 
-// All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
-// together, and nothing before a meeting waits for another rank: it ends. The lanes of a warp have
-// met: every step of theirs ends so.
-__device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
-    const bool first = rows::lane_id() == 0;
-    uint64_t all = 0;
-    if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), warps) + 1) * warps;
-    while (!__shfl_sync(rows::kAllLanes, !first || ptx::load_acquire_gpu(arrivals) >= all, 0)) {
+// All of a rank's blocks meet, and see what the others wrote before. They are on the GPU together,
+// and nothing before a meeting waits for another rank: it ends. One thread of a block comes for all
+// of its warps, or they would take turns at one word.
+__device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t blocks) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint64_t before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
+        const uint64_t all = (quotient(before, blocks) + 1) * blocks;
+        while (ptx::load_acquire_gpu(arrivals) < all) {
+        }
     }
-    __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
+    __syncthreads();
 }
 
 // The first two steps, by all warps of a rank. False: no warp goes on, because ids are invalid or
@@ -96,13 +98,13 @@ __device__ __forceinline__ bool count_rows(const J& joint, const WarpPosition<J>
     for (int channel = position.warp; channel < layout.channels; channel += position.warps) {
         if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
     }
-    meet(arrivals, position.warps);
+    meet(arrivals, joint.blocks_per_rank);
     if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
     if (position.warp == position.warps - 1)
         begin_call(rank, layout.world());  // it has least to do
     for (int expert = position.warp; expert < layout.num_experts; expert += position.warps)
         sum_channels(warp, args, expert, 1);
-    meet(arrivals, position.warps);
+    meet(arrivals, joint.blocks_per_rank);
     const bool has_bad_token = layout.totals().bad_token, aborted = is_aborted(rank);
     if (has_bad_token) {
         if (position.warp == 0) {
@@ -165,7 +167,8 @@ __device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& 
     __syncwarp();
     uint64_t before = 0;
     if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
-    if (!__shfl_sync(rows::kAllLanes, first && before + 1 == position.warps, 0)) return;
+    const bool last = first && before + 1 == static_cast<uint64_t>(position.warps);
+    if (!__shfl_sync(rows::kAllLanes, last, 0)) return;
     __syncwarp();  // what lane 0 has acquired there is there for all, too
     if (first) ptx::store_relaxed_gpu(arrivals, 0);
     const DeviceRank& rank = joint.ranks[position.index];

@@ -14,9 +14,9 @@ void wait(CudaStream stream, const Resource<void>& event) {
 }
 
 void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
-    check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(event.get()),
-                               static_cast<cudaStream_t>(earlier)),
-               "cudaEventRecord");
+    check_cuda(
+        cudaEventRecord(static_cast<cudaEvent_t>(event.get()), static_cast<cudaStream_t>(earlier)),
+        "cudaEventRecord");
     wait(later, event);
 }
 
