@@ -121,7 +121,7 @@ class Tuning:
         dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
         combine's sums over a rank's experts. They run on the SMs that `Config.num_sms` leaves free; where that is less
         than a third of the GPU, before or after the exchange on all SMs. Combine goes without them where processes
-        share a GPU. None: on a GPU, where it saves time.
+        share a GPU, and in a graph with a driver older than CUDA 12.3. None: on a GPU, where it saves time.
     """
 
     channels: int | None = None

@@ -151,6 +151,7 @@ class PyCudaGroup {
     void note_capture(Address stream) { group_->note_capture(at<void>(stream)); }
 
     int graphs() const { return group_->graphs(); }
+    bool orders_graphs() const { return group_->orders_graphs(); }
 
     void retire() { group_->retire(); }
 
@@ -203,6 +204,9 @@ class PyCudaGroup {
                  "Before launches on a stream that is being captured.")
             .def("graphs", &PyCudaGroup::graphs,
                  "How many CUDA graphs may replay launches of this group, which must stay as long.")
+            .def("orders_graphs", &PyCudaGroup::orders_graphs,
+                 "Whether combine may have an intra-rank pass in a graph: drivers before CUDA 12.3 "
+                 "do not know the event that it needs.")
             .def("retire", &PyCudaGroup::retire, release,
                  "Once all launches are done: those that are replayed from now on only fill their "
                  "outputs with what nobody can take for data.")

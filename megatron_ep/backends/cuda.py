@@ -208,7 +208,8 @@ class CudaBackend(OfGroup):
                 tensor.record_stream(stream)
 
     def may_wait_on_side_stream(self) -> bool:
-        return not self.shares_gpu  # other processes may take all SMs
+        # Other processes may take all SMs, and a graph's branches may run one after the other in any order.
+        return not self.shares_gpu and (not self.is_capturing() or self.group.orders_graphs())
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

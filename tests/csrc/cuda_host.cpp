@@ -182,6 +182,29 @@ void test_graphs_count_until_they_are_gone() {
     second.reset();
 }
 
+// What comes next on the caller's stream waits until the branch's launch has begun, in a graph and
+// only where there is a branch.
+void test_branches_of_a_graph_are_ordered() {
+    constexpr int kSms = 132, kFew = 24, kMany = 120;
+    FakeGraph graph;
+    for (const bool captured : {false, true}) {
+        for (const int busy : {kFew, kMany}) {
+            start();
+            fake_cuda.captured = captured ? &graph : nullptr;
+            const ep::SideStream side(0, kSms, busy);
+            const ep::CudaEvent begun = side.begun(nullptr);
+            EXPECT((begun != nullptr) == (captured && busy == kFew));
+            side.wait_for(begun, nullptr);
+            EXPECT(fake_cuda.waited_for.size() == (begun != nullptr));
+            if (begun) EXPECT(fake_cuda.waited_for[0] == begun);
+        }
+    }
+    fake_cuda.driver = 12030;
+    EXPECT(ep::SideStream::orders_graphs());
+    fake_cuda.driver = 12020;
+    EXPECT(!ep::SideStream::orders_graphs());
+}
+
 void test_a_retired_group_leaves_others_alone() {
     std::string own(kHeap.bytes(), 0), other(kHeap.bytes(), 0);
     start();
@@ -286,6 +309,7 @@ int main() {
     test_kernels_are_loaded_before_they_are_launched();
     test_the_first_reason_stays();
     test_graphs_count_until_they_are_gone();
+    test_branches_of_a_graph_are_ordered();
     test_a_retired_group_leaves_others_alone();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();

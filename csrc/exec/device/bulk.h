@@ -150,15 +150,22 @@ class BulkCopier {
         static_assert(kMostRows<kVector> >= 32);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
+            // With weights there are no registers for two.
+            constexpr int kAtOnce = std::is_same_v<Weight, rows::NoWeight> ? 2 : 1;
             constexpr uint32_t kStep = 32 * kVector;
             char* to = static_cast<char*>(dst) + at;
-            for (uint32_t i = rows::lane_id() * kVector; i < size; i += 2 * kStep) {
-                const bool both = i + kStep < size;
-                const uint32_t places[2] = {i, both ? i + kStep : i};
-                uint4 sums[2];
+            for (uint32_t i = rows::lane_id() * kVector; i < size; i += kAtOnce * kStep) {
+                uint32_t places[kAtOnce];
+                uint4 sums[kAtOnce];
+#pragma unroll
+                for (int v = 0; v < kAtOnce; ++v)
+                    places[v] = i + v * kStep < size ? i + v * kStep : i;
                 rows::sum_shared<T>(sums, rows, places, weights, count, stride);
-                ptx::store(reinterpret_cast<uint4*>(to + i), sums[0]);
-                if (both) ptx::store(reinterpret_cast<uint4*>(to + i + kStep), sums[1]);
+#pragma unroll
+                for (int v = 0; v < kAtOnce; ++v) {
+                    if (i + v * kStep < size)
+                        ptx::store(reinterpret_cast<uint4*>(to + places[v]), sums[v]);
+                }
             }
         };
         for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);

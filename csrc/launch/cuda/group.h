@@ -95,6 +95,8 @@ class CudaGroup {
     void note_capture(CudaStream stream) { graphs_.note(stream); }
     // How many CUDA graphs may replay launches of this process's ranks. What those use must stay.
     int graphs() const { return graphs_.alive(); }
+    // Whether combine may have an intra-rank pass in a graph: see SideStream.
+    bool orders_graphs() const { return SideStream::orders_graphs(); }
     // Once all launches are done: whatever is replayed from now on uses no other rank's memory, and
     // fills its outputs with what nobody can take for data.
     void retire();

@@ -7,17 +7,17 @@
 namespace ep {
 namespace {
 
-void wait(CudaStream stream, const Resource<void>& event) {
-    check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream),
-                                   static_cast<cudaEvent_t>(event.get()), 0),
-               "cudaStreamWaitEvent");
+void wait(CudaStream stream, CudaEvent event) {
+    check_cuda(
+        cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0),
+        "cudaStreamWaitEvent");
 }
 
 void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
     check_cuda(
         cudaEventRecord(static_cast<cudaEvent_t>(event.get()), static_cast<cudaStream_t>(earlier)),
         "cudaEventRecord");
-    wait(later, event);
+    wait(later, event.get());
 }
 
 }  // namespace
@@ -37,10 +37,22 @@ CudaStream SideStream::fork(CudaStream caller) const {
     return stream_.get();
 }
 
-CudaEvent SideStream::begun() const { return has_room ? begun_.get() : nullptr; }
+CudaEvent SideStream::begun(CudaStream caller) const {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(caller), &capture),
+               "cudaStreamIsCapturing");
+    return has_room && capture == cudaStreamCaptureStatusActive ? begun_.get() : nullptr;
+}
 
-void SideStream::wait_until_begun(CudaStream caller) const {
-    if (has_room) wait(caller, begun_);
+void SideStream::wait_for(CudaEvent begun, CudaStream caller) const {
+    if (begun) wait(caller, begun);
+}
+
+bool SideStream::orders_graphs() {
+    constexpr int kKnowsEvent = 12030;
+    int version = 0;
+    check_cuda(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+    return version >= kKnowsEvent;
 }
 
 void SideStream::join(CudaStream caller) const {

@@ -14,11 +14,14 @@ class SideStream {
     // What is launched on the stream that this returns waits for what the caller's holds now:
     // another stream, or the caller's own where there is no room.
     CudaStream fork(CudaStream caller) const;
-    // For the launch there that what follows on the caller's stream waits for: null, or the event
-    // that it shall record once all its blocks have begun.
-    CudaEvent begun() const;
-    // What is launched on the caller's stream from now on comes after that, in a graph, too.
-    void wait_until_begun(CudaStream caller) const;
+    // For the launch there that what comes next on the caller's stream may wait for: the event that
+    // it shall record once all its blocks have begun. Null where the order of launches is enough:
+    // where no graph is captured, which could run its branches in any order.
+    CudaEvent begun(CudaStream caller) const;
+    // What is launched on the caller's stream from now on comes after that event, if it is one.
+    void wait_for(CudaEvent begun, CudaStream caller) const;
+    // Whether such an event orders a graph: drivers before CUDA 12.3 do not know it.
+    static bool orders_graphs();
     // What is launched on the caller's stream from now on waits for that.
     void join(CudaStream caller) const;
 

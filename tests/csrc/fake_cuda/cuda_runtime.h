@@ -41,7 +41,7 @@ enum {
     cudaEventDisableTiming = 2,
     cudaIpcMemLazyEnablePeerAccess = 1
 };
-enum { cudaLaunchAttributeCooperative };
+enum { cudaLaunchAttributeCooperative, cudaLaunchAttributeLaunchCompletionEvent };
 
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum { cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
@@ -72,6 +72,9 @@ struct cudaLaunchAttribute {
     int id;
     struct {
         int cooperative;
+        struct {
+            cudaEvent_t event;
+        } launchCompletionEvent;
     } val;
 };
 struct dim3 {
@@ -95,6 +98,8 @@ struct FakeCuda {
     std::set<void*> loaded;         // kernels
     FakeGraph* captured = nullptr;  // by every stream
     unsigned long long capture = 0;
+    std::vector<cudaEvent_t> waited_for;  // by streams
+    int driver = 13000;
     int calls = 0;
     int fails_in = -1;  // calls of those that can fail; never
     bool native_atomics = true;
@@ -167,7 +172,12 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
     return fake_cuda.take(reinterpret_cast<void**>(out), 1);
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return fake_cuda.call(); }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
+    fake_cuda.waited_for.push_back(event);
+    return fake_cuda.call();
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+    *version = fake_cuda.driver;
     return fake_cuda.call();
 }
 inline cudaError_t cudaFree(void* memory) { return fake_cuda.give(memory); }
@@ -252,6 +262,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*kernel)(J), con
     return fake_cuda.call();
 }
 
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = fake_cuda.captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return fake_cuda.call();
+}
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
                                             unsigned long long* capture, cudaGraph_t* graph, void*,
                                             void*, void*) {

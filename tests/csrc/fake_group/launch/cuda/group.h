@@ -34,6 +34,7 @@ class CudaGroup {
     void listen() {}
     void note_capture(CudaStream) {}
     int graphs() const { return 0; }
+    bool orders_graphs() const { return true; }
     void retire() {}
     void reset() { Gate::pass(); }
 
