@@ -105,12 +105,16 @@ MUTANTS = [
     Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
     changed("let_next_launch_come: the first warp does", WARP, LETS_COME, "blockDim.x / 32", "1", LL),
     # ---- warps that meet
-    Mutant("meet: a block before all of its warps", KERNELS, "«__syncthreads();»\n    if (threadIdx.x == 0) {"),
-    Mutant("meet: warps before the others of their block", KERNELS, "        }\n    }\n    «__syncthreads();»\n}"),
+    Mutant("meet: a block before all of its warps", KERNELS, "«__syncthreads();»\n    if (warp_of_block() == 0) {"),
+    Mutant(
+        "meet: warps before the others of their block",
+        KERNELS,
+        ">= all, 0)) {\n        }\n    }\n    «__syncthreads();»",
+    ),
     changed(
         "meet: relaxed",
         KERNELS,
-        "const uint64_t before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);",
+        "if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), blocks) + 1) * blocks;",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),

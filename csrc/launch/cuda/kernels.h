@@ -69,10 +69,11 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
 // of its warps, or they would take turns at one word.
 __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t blocks) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint64_t before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
-        const uint64_t all = (quotient(before, blocks) + 1) * blocks;
-        while (ptx::load_acquire_gpu(arrivals) < all) {
+    if (warp_of_block() == 0) {
+        const bool first = rows::lane_id() == 0;
+        uint64_t all = 0;
+        if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), blocks) + 1) * blocks;
+        while (!__shfl_sync(rows::kAllLanes, !first || ptx::load_acquire_gpu(arrivals) >= all, 0)) {
         }
     }
     __syncthreads();
