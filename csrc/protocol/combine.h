@@ -19,26 +19,22 @@ namespace ep {
 // the rows of another. All sums run over k in the order of the token's experts: a rank, or a node,
 // takes the place of its last expert.
 
-// A number that says how many of its rows a warp of the intra-rank pass has summed, and in which
-// call. After 2^33 calls it begins anew.
-constexpr int kSumRowBits = 31;  // as many rows as a call may have
-EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
-    return (args.call << kSumRowBits) + rows;
-}
-// Rows summed in this call; 0 if the number is of another call.
-EP_FN uint64_t summed_in_call(const TransferArgs& args, uint64_t number) {
-    const uint64_t rows = number - sums_of_call(args, 0);
-    return rows >> kSumRowBits ? 0 : rows;
-}
-
-// The wait for the sums of warp `part`, up to row `end` of all received rows.
+// The wait for the sums of warp `part` of the intra-rank pass, up to row `end` of all received
+// rows.
 template <WarpLike W, class F>
 EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
                               int64_t end) {
     const int rows = static_cast<int>(end - args.layout.received_start(rings.channel, rank));
-    const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]);
-    return {summed_in_call(args, done), static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)),
-            args.rank};
+    return {W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]),
+            static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)), args.rank};
+}
+
+// By their reader, once it has waited for all sums for a rank: the next call counts them anew. No
+// number of a call would do, because a graph replays a call with its number.
+template <class F>
+EP_FN void forget_sums(const Rings<F>& rings, const CombineArgs& args, int rank) {
+    for (int part = 0; args.sums && part < args.sum_warps; ++part)
+        rings.to_rank(rank).summed[part] = 0;
 }
 
 template <WarpLike W, class F>
@@ -94,6 +90,13 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
         return true;
     };
     poll_rings(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
+    for (int i = 0; i < count; i += 32) {
+        warp.lanes(lanes_from(i, count), [&](int lane) {
+            const int rank = args.other_rank(first + i + lane);
+            const OutCursor& out = rings.to_rank(rank);
+            if (out.next == out.end) forget_sums(rings, args, rank);
+        });
+    }
 }
 
 // What a node's next sum was waiting for when last looked at: the row of a local rank (its number),

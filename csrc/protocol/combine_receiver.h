@@ -232,6 +232,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         const bool is_last = token + 1 == end;
         if (is_last || (!kAlone && freed % args.nvl_batch == 0))
             publish_heads(warp, rings, own_node);
+        if (is_last) warp.lanes(1, [&](int) { forget_sums(rings, args, args.rank); });
         if constexpr (!kAlone) {
             if (is_last) warp.lanes(1, [&](int) { order.before = before + freed; });
             warp.template publish<Scope::Rank>(&order.freed, before + freed);

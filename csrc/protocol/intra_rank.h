@@ -130,7 +130,7 @@ EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel,
         const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
         if (rows.lanes && !rows.is_one_row())
             rows.sum(warp, args, args.sums + (first + i) * args.format.payload_bytes);
-        warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));
+        warp.template publish<Scope::Rank>(summed, ++done);
     }
 }
 

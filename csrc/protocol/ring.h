@@ -14,7 +14,7 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
-    // Rows that each warp of the intra-rank pass has summed for this rank: see sums_of_call.
+    // Rows that each warp of the intra-rank pass has summed for this rank in this call.
     uint64_t summed[CombineArgs::kMaxSumWarps];
 };
 static_assert(sizeof(OutCursor) <= Heap::kLine);

@@ -208,7 +208,7 @@ class CudaBackend(OfGroup):
                 tensor.record_stream(stream)
 
     def may_wait_on_side_stream(self) -> bool:
-        # Other processes may take all SMs, and a graph's branches may run one after the other in any order.
+        # Other processes may take all SMs, and a graph's branches may run in any order unless an event orders them.
         return not self.shares_gpu and (not self.is_capturing() or self.group.orders_graphs())
 
     def is_capturing(self) -> bool:

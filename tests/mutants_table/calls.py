@@ -61,7 +61,7 @@ SENDER = """«warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto
             if (out.next != out.written) store(&out.next, out.written);
         });»"""
 FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
-SUMS = "warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));"
+SUMS = "warp.template publish<Scope::Rank>(summed, ++done);"
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(batch.node, batch.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
@@ -77,6 +77,12 @@ COUNTS = """return WaitCondition{
                         args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};"""
 
 MUTANTS = [
+    Mutant("sums for others: not forgotten", COMBINE, "if (out.next == out.end) forget_sums(rings, args, rank);"),
+    Mutant(
+        "sums for this rank: not forgotten",
+        "protocol/combine_receiver.h",
+        "if (is_last) warp.lanes(1, [&](int) { forget_sums(rings, args, args.rank); });",
+    ),
     # ---- a dispatch that is launched ahead
     changed("a wrong guess: dispatched", KERNELS, BEGINS, "does_nothing(args) || ", ""),
     changed("a wrong guess: ended", KERNELS, ENDS, " || does_nothing(joint.args[position.index])", ""),

@@ -109,7 +109,7 @@ __device__ __forceinline__ void let_next_launch_come() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- atomics of a GPU: warps of a launch that meet, and ranks that are masked
+// ---- atomics of a GPU: blocks of a launch that meet, and ranks that are masked
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     uint64_t before;

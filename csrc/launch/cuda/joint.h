@@ -18,7 +18,7 @@ struct Progress {
     EP_HD uint64_t& notifies() const { return words[0]; }
     EP_HD uint64_t* arrivals_of_notify() const { return words + kWordsOfLine; }
     EP_HD uint64_t* warps_at_end() const { return words + 2 * kWordsOfLine; }
-    // Those of a launch that has another number of warps.
+    // Those of a launch that has another number of blocks: `meet` divides by it.
     EP_HD uint64_t* arrivals_of_fused_dispatch() const { return words + 3 * kWordsOfLine; }
 };
 

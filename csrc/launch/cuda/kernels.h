@@ -65,8 +65,8 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
 // ---- notify: each step needs the one before on all channels
 
 // All of a rank's blocks meet, and see what the others wrote before. They are on the GPU together,
-// and nothing before a meeting waits for another rank: it ends. One thread of a block comes for all
-// of its warps, or they would take turns at one word.
+// and nothing before a meeting waits for another rank: it ends. One thread of a block arrives for
+// all of its warps, or they would queue for one word.
 __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t blocks) {
     __syncthreads();
     if (warp_of_block() == 0) {

@@ -14,9 +14,9 @@ class SideStream {
     // What is launched on the stream that this returns waits for what the caller's holds now:
     // another stream, or the caller's own where there is no room.
     CudaStream fork(CudaStream caller) const;
-    // For the launch there that what comes next on the caller's stream may wait for: the event that
-    // it shall record once all its blocks have begun. Null where the order of launches is enough:
-    // where no graph is captured, which could run its branches in any order.
+    // For the launch there, which what comes next on the caller's stream waits for in a graph: the
+    // event that it shall record once all its blocks have begun. A graph may run its branches in
+    // any order; outside of a capture the order of launches is enough, and this is null.
     CudaEvent begun(CudaStream caller) const;
     // What is launched on the caller's stream from now on comes after that event, if it is one.
     void wait_for(CudaEvent begun, CudaStream caller) const;
