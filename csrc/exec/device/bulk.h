@@ -150,8 +150,8 @@ class BulkCopier {
         static_assert(kMostRows<kVector> >= 32);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
-            // With weights there are no registers for two.
-            constexpr int kAtOnce = std::is_same_v<Weight, rows::NoWeight> ? 2 : 1;
+            constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
+            constexpr int kAtOnce = kWeighted ? 1 : Architecture::kVectorsAtOnce;
             constexpr uint32_t kStep = 32 * kVector;
             char* to = static_cast<char*>(dst) + at;
             for (uint32_t i = rows::lane_id() * kVector; i < size; i += kAtOnce * kStep) {

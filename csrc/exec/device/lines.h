@@ -171,29 +171,6 @@ __device__ __forceinline__ uint4 load_payload(const char* row, uint32_t bytes, i
     return load_unit(row + offset, bytes - offset);
 }
 
-// The sum of a lane's units of some groups of lines, row after row.
-template <class T, class Weight, int kGroups>
-struct UnitSums {
-    Accumulator<T> sums[kGroups][Elements<T>::kCount];
-
-    __device__ __forceinline__ UnitSums() {
-#pragma unroll
-        for (auto& group : sums) {
-#pragma unroll
-            for (Accumulator<T>& sum : group) sum = -Accumulator<T>{0};
-        }
-    }
-    __device__ __forceinline__ void add(const uint4 (&units)[kGroups], Weight weight) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group)
-            accumulate<T>(sums[group], units[group], weight);
-    }
-    __device__ __forceinline__ void round(uint4 (&units)[kGroups]) const {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) units[group] = narrow_vector<T>(sums[group]);
-    }
-};
-
 // How many rows of how many groups of lines a lane holds at once while it sums.
 constexpr int kSummedGroups = 2, kRowsAtOnce = Architecture::kRowsAtOnce;
 
@@ -203,7 +180,7 @@ constexpr int kSummedGroups = 2, kRowsAtOnce = Architecture::kRowsAtOnce;
 template <class T, class Weight, class Load, class Await>
 __device__ __forceinline__ bool sum_units(uint4 (&units)[kSummedGroups], Weight own_weight,
                                           uint32_t mask, Load&& load, Await&& await) {
-    UnitSums<T, Weight, kSummedGroups> sums;
+    VectorSums<T, kSummedGroups> sums;
     const bool is_copy = std::is_same_v<Weight, NoWeight> && !(mask & (mask - 1));
     for (uint32_t rest = mask; rest;) {
         uint4 rows[kRowsAtOnce][kSummedGroups];

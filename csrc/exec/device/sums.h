@@ -85,6 +85,29 @@ __device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& ve
         sums[i] += times(widen(elements.values[i]), weight);
 }
 
+// The sums of some vectors of a lane, row after row.
+template <class T, int kVectors>
+struct VectorSums {
+    Accumulator<T> sums[kVectors][Elements<T>::kCount];
+
+    __device__ __forceinline__ VectorSums() {
+#pragma unroll
+        for (auto& vector : sums) {
+#pragma unroll
+            for (Accumulator<T>& sum : vector) sum = -Accumulator<T>{0};
+        }
+    }
+    template <class Weight>
+    __device__ __forceinline__ void add(const uint4 (&vectors)[kVectors], Weight weight) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) accumulate<T>(sums[v], vectors[v], weight);
+    }
+    __device__ __forceinline__ void round(uint4 (&vectors)[kVectors]) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) vectors[v] = narrow_vector<T>(sums[v]);
+    }
+};
+
 // Short rows, a few of them at a time in registers. Everything aligned to 16 bytes.
 template <class T, class Weight>
 __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight,
@@ -136,21 +159,16 @@ template <class T, int kVectors, class Weights>
 __device__ __forceinline__ void sum_shared(uint4 (&vectors)[kVectors], const char* rows,
                                            const uint32_t (&at)[kVectors], Weights weights,
                                            uint32_t count, uint32_t stride) {
-    using Sum = Accumulator<T>;
-    Sum sums[kVectors][Elements<T>::kCount];
-#pragma unroll
-    for (auto& of_vector : sums) {
-#pragma unroll
-        for (Sum& sum : of_vector) sum = -Sum{0};
-    }
+    VectorSums<T, kVectors> sums;
 #pragma unroll 4
     for (uint32_t row = 0; row < count; ++row) {
+        uint4 of_row[kVectors];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
-            accumulate<T>(sums[v], ptx::load_shared(rows + row * stride + at[v]), weights[row]);
+            of_row[v] = ptx::load_shared(rows + row * stride + at[v]);
+        sums.add(of_row, weights[row]);
     }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) vectors[v] = narrow_vector<T>(sums[v]);
+    sums.round(vectors);
 }
 
 // The same order of additions, an element at a time.
