@@ -5,7 +5,6 @@ N nodes, G ranks per node, W = N * G ranks.
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,16 +71,9 @@ __all__ = [
 ]
 
 
-# Modules that documents and examples of 0.1.0 named.
-_MOVED = {"failures": "diagnosis.failures", "sizes": "backends.sizes"}
-
-
 def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module("megatron_ep.reference")
-    if name in _MOVED:
-        warnings.warn(f"megatron_ep.{name} is megatron_ep.{_MOVED[name]} now", DeprecationWarning, stacklevel=2)
-        return importlib.import_module(f"megatron_ep.{_MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)

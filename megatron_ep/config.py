@@ -4,10 +4,9 @@ import difflib
 import functools
 import math
 import os
-import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard, TypeVar
 
 Settings = TypeVar("Settings")
 
@@ -142,28 +141,6 @@ class Tuning:
             _require(ok, "Tuning.local_pass", self.local_pass, "True, False or None")
 
 
-TUNING_NAMES = tuple(field.name for field in fields(Tuning))
-
-
-def _with_former_settings(cls: type[Settings]) -> type[Settings]:
-    """A Config that takes the settings of Tuning as its own, as it did before there was a Tuning, with a warning."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def moved(self: Settings, *args: Any, tuning: Tuning | None = None, **settings: Any) -> None:
-        former = {name: settings.pop(name) for name in TUNING_NAMES if name in settings}
-        if former:
-            names = ", ".join(f"{name}=..." for name in former)
-            said = f"Config({names}) is Config(tuning=Tuning({names})) now"
-            warnings.warn(said, DeprecationWarning, stacklevel=2)
-            tuning = replace(tuning or Tuning(), **former)
-        init(self, *args, **settings, **({} if tuning is None else {"tuning": tuning}))
-
-    setattr(cls, "__init__", moved)  # noqa: B010 (mypy refuses the assignment)
-    return cls
-
-
-@_with_former_settings
 @name_unknown_settings
 @dataclass(frozen=True)
 class Config:
@@ -196,14 +173,6 @@ class Config:
             require_timeout("Config.timeout", self.timeout)
         require_type("Config.tuning", self.tuning, Tuning)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in TUNING_NAMES:
-                raise AttributeError(f"'Config' object has no attribute {name!r}")
-            warnings.warn(f"Config.{name} is Config.tuning.{name} now", DeprecationWarning, stacklevel=2)
-            return getattr(self.tuning, name)
-
     @property
     def timeout_seconds(self) -> float:
         """The timeout in force; for a buffer in the config that it has.
@@ -230,7 +199,8 @@ class Config:
         _require(self.num_experts % world_size == 0, "Config.num_experts", self.num_experts, allowed)
 
 
-# Settings of a Config whose experts somebody else knows, each by its name alone: keys of recipes, flags of commands.
+TUNING_NAMES = tuple(each.name for each in fields(Tuning))
+# Settings of a Config whose number of experts comes from elsewhere: keys of recipes, flags of commands.
 SETTING_NAMES = ("num_sms", "timeout", "row_bytes", *TUNING_NAMES)
 assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for kind in (Config, Tuning) for each in fields(kind)}
 

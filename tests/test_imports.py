@@ -5,14 +5,9 @@ Read from the source, so that imports for types, inside functions and by `import
 
 import ast
 import graphlib
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
-
-import megatron_ep
-from megatron_ep.megatron.stand_ins import host_runtime
 
 PACKAGE = Path(__file__).parents[1] / "megatron_ep"
 # Packages and top-level modules of megatron_ep, and "megatron_ep" for the names that it offers. Each may import itself
@@ -188,15 +183,3 @@ def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
     assert list(find_faults(package)) == []
     write(file, f"{files.get(file, '')}\n{code}")
     assert fault in list(find_faults(package))
-
-
-@pytest.mark.parametrize("name", ["failures", "sizes"])
-def test_names_that_moved_say_where_they_are(name):
-    with pytest.warns(DeprecationWarning, match=rf"megatron_ep\.{name} is megatron_ep\.\w+\.{name} now"):
-        assert getattr(megatron_ep, name).__name__.endswith(f".{name}")
-
-
-def test_the_host_runtime_says_where_it_is():
-    sys.modules.pop("megatron_ep.megatron.host_runtime", None)
-    with pytest.warns(DeprecationWarning, match="stand_ins.host_runtime now"):
-        assert importlib.import_module("megatron_ep.megatron.host_runtime").enable is host_runtime.enable

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -11,15 +10,6 @@ from megatron_ep.config import Config, Topology
 from megatron_ep.group.rank_group import RankGroup
 
 Own = TypeVar("Own", bound="AnyBuffer")
-
-# Attributes of 0.1.0, and what to use instead.
-FORMER_NAMES = {
-    "check_usable": "raise_if_failed",
-    "heap": "`megatron-ep env --plan`",
-    "raise_if_aborted": "raise_if_failed",
-    "ranks": "Buffer.rank, or all of LocalCluster.topology",
-    "seconds": "a clock of your own",
-}
 
 
 class AnyBuffer:
@@ -107,15 +97,6 @@ class AnyBuffer:
             self._group.close()
         else:
             self._group.close_after_error()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in FORMER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            said = f"{type(self).__name__}.{name} is internal now: use {FORMER_NAMES[name]}"
-            warnings.warn(said, DeprecationWarning, stacklevel=2)
-            return getattr(self._group, name)
 
 
 def rank_group_of(buffer: object) -> RankGroup:

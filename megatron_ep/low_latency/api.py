@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,7 +186,6 @@ class LowLatency(MaskedRanks):
         out: Tensors | None = None,
         recv_wait_ns: Tensors | None = None,
         return_recv_hook: bool = False,
-        weights: Tensors | None = None,
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
@@ -208,7 +206,6 @@ class LowLatency(MaskedRanks):
         out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
         recv_wait_ns: as of `dispatch`.
         return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.
-        weights: deprecated name of topk_weights, and of row_weights.
 
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.
@@ -222,7 +219,7 @@ class LowLatency(MaskedRanks):
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
-            weights = _weights_at(sum_at, topk_weights, row_weights, weights)
+            weights = _weights_at(sum_at, topk_weights, row_weights)
             tensors, settings = (x, weights, out, recv_wait_ns), (sum_at, renormalize)
             given, xs, factors = self._checks.check_combine(handle, tensors, settings)
             needs_gradient = need_gradient(xs, factors)
@@ -238,22 +235,10 @@ class LowLatency(MaskedRanks):
         return sums if pending is None else (sums, pending[0].receive)
 
 
-def _weights_at(
-    sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None, weights: Tensors | None
-) -> Tensors | None:
-    """The weights that combine uses. Raises ValueError where those of the other sum_at are given.
-
-    weights: of either kind, deprecated; and so is topk_weights for those of rows.
-    """
-    if weights is None and (topk_weights is None if sum_at == "expert" else row_weights is None):
-        return row_weights if sum_at == "expert" else topk_weights
+def _weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> Tensors | None:
+    """Returns the weights that combine uses. Raises ValueError where those of the other sum_at are given."""
+    used, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
     given = {"topk_weights": topk_weights, "row_weights": row_weights}
-    name, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
-    former = weights if weights is not None or sum_at != "expert" else topk_weights
-    if former is not None and given[name] is None:
-        warnings.warn(f"weights of combine are {name} now with sum_at={sum_at!r}", DeprecationWarning, stacklevel=3)
-        return former
-    if weights is not None or given[other] is not None:
-        wrong = "weights" if weights is not None else other
-        raise ValueError(f"{wrong} is given, must be None with {name} and sum_at={sum_at!r}")
-    return given[name]
+    if given[other] is not None:
+        raise ValueError(f"{other} is given, must be None with {used} and sum_at={sum_at!r}")
+    return given[used]

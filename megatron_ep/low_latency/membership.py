@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,12 +46,6 @@ class MaskedRanks:
         dispatches have not sent, and combines gone without (those of their dispatches among them), since the beginning
         or the last reset, because the expert's rank was masked. Raises ValueError with on_dead_rank="raise"."""
         return self._of_ranks(self._masks.dropped)
-
-    @property
-    def dropped_picks(self) -> Any:
-        """Deprecated name of `dropped_choices`."""
-        warnings.warn("LowLatency.dropped_picks is dropped_choices now", DeprecationWarning, stacklevel=2)
-        return self.dropped_choices
 
     def masked_ranks(self) -> Any:
         """The ranks that calls have masked, a list of lists with a LocalCluster; at once, without waiting for what runs

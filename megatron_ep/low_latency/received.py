@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +41,6 @@ class LowLatencyReceived:
     def recv_counts(self) -> Any:
         """int32 [L], rows that arrived for each local expert, without padding: the `masked_m` of a masked GEMM."""
         return _one(self.handle, self.handle.counts)
-
-    @property
-    def tokens_per_expert(self) -> Any:
-        """Deprecated name of `recv_counts`: `Received.tokens_per_expert` is int64 and counts padding."""
-        warnings.warn("LowLatencyReceived.tokens_per_expert is recv_counts now", DeprecationWarning, stacklevel=2)
-        return self.recv_counts
 
     @property
     def expert_starts(self) -> Any:

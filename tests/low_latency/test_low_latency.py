@@ -254,24 +254,6 @@ def test_rows_are_counted_by_source(seed):
             assert_all_equal(rows, expected)
 
 
-def test_former_names_work_and_say_so():
-    _, low_latency, x, ids = two_ranks()
-    weights = [torch.rand(idx.shape) for idx in ids]
-    received = low_latency.dispatch(x, ids, weights)
-    with pytest.warns(DeprecationWarning, match="tokens_per_expert is recv_counts now"):
-        assert_all_equal(received.tokens_per_expert, received.recv_counts)
-    at_tokens = low_latency.combine(received.x, received.handle, weights)
-    at_rows = low_latency.combine(received.x, received.handle, row_weights=received.probs, sum_at="expert")
-    with pytest.warns(DeprecationWarning, match="weights of combine are topk_weights now"):
-        assert_all_equal(low_latency.combine(received.x, received.handle, weights=weights), at_tokens)
-    with pytest.warns(DeprecationWarning, match="weights of combine are row_weights now"):
-        assert_all_equal(low_latency.combine(received.x, received.handle, received.probs, sum_at="expert"), at_rows)
-    with pytest.warns(DeprecationWarning, match="weights of combine are row_weights now"):
-        assert_all_equal(
-            low_latency.combine(received.x, received.handle, weights=received.probs, sum_at="expert"), at_rows
-        )
-
-
 def test_mistakes_are_named():
     cluster, low_latency, x, ids = two_ranks()
     received = low_latency.dispatch(x, ids)

@@ -150,8 +150,6 @@ def test_nobody_comes_back_but_by_a_reset():
     again = low_latency.dispatch(x, ids)
     assert sum(int(counts.sum()) for counts in again.recv_counts) == sum(i.numel() for i in ids)
     assert all(not dropped.any() for dropped in low_latency.dropped_choices)
-    with pytest.warns(DeprecationWarning, match="dropped_picks is dropped_choices now"):
-        assert all(not dropped.any() for dropped in low_latency.dropped_picks)
 
 
 def test_a_wait_of_more_slices_than_an_int_counts():

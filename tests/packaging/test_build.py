@@ -45,7 +45,7 @@ ptxas info    : Used 32 registers, used 0 barriers
 def tree(tmp_path: Path) -> Path:
     """A source tree with the project's build files, two modules with a header, a binding and one other source. In a
     folder named as a source distribution for CUDA is."""
-    tmp_path = tmp_path / "megatron_ep-0.1.0+cu13"
+    tmp_path = tmp_path / "megatron_ep-0.2.0+cu13"
     for name in ("setup.py", "pyproject.toml", "csrc/CMakeLists.txt", "csrc/CMakePresets.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -50,7 +50,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_runs_elsewhere(wheel: Path) -> None:
     name, version, *_, platform = wheel.stem.split("-")
-    assert (name, version) == ("megatron_ep", "0.1.0") and platform.startswith("manylinux_2_")
+    assert (name, version) == ("megatron_ep", "0.2.0") and platform.startswith("manylinux_2_")
     files = zipfile.ZipFile(wheel).namelist()
     assert {"megatron_ep/py.typed", "megatron_ep/_C.pyi", "megatron_ep/_simulate.pyi"} <= set(files)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")

@@ -74,11 +74,11 @@ def test_pip_replaces_neither_torch_nor_megatron_core(tmp_path: Path, torch: str
     newer.mkdir()
     for name, version in (("torch", "2.15.0"), ("megatron_core", "0.19.9"), ("rich", "14.0")):
         distribution(newer, name, version)
-    own = distribution(newer, "megatron_ep", "0.1.0", requirements())
+    own = distribution(newer, "megatron_ep", "0.2.0", requirements())
     installed = [distribution(tmp_path, name, v) for name, v in (("torch", torch), ("megatron_core", core))]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where this tree may be
     subprocess.run([*pip, "--no-deps", *installed], check=True, env=alone)
     subprocess.run([*pip, "--find-links", newer, f"{own}[megatron]"], check=True, env=alone)
     [site] = (tmp_path / "venv/lib").glob("python*/site-packages")
     found = {folder.name.rpartition(".")[0] for folder in site.glob("*.dist-info")}
-    assert found == {f"torch-{torch}", f"megatron_core-{core}", "rich-14.0", "megatron_ep-0.1.0"}
+    assert found == {f"torch-{torch}", f"megatron_core-{core}", "rich-14.0", "megatron_ep-0.2.0"}
