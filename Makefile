@@ -29,7 +29,7 @@ ifndef PYTEST_ARGS # torch takes its kernels by the CPU: what compares floating-
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m numerical
 endif
 
-# MEGATRON_LM: a tree of Megatron-LM, of the installed megatron-core's version. About half an hour on two cores.
+# With a tree of Megatron-LM (CONTRIBUTING.md says where it is looked for). About half an hour on two cores.
 layouts: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts tests/training/test_pretrain.py
 

@@ -41,7 +41,8 @@ step one_gpu 120 $(tests tests/gpu/test_gpu_{transfer,launch,float8,overlap}.py)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
 step bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
 step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
-if [ -n "${MEGATRON_LM:-}" ]; then
+eval "$("$PYTHON" tests/helpers/megatron_trees.py)"
+if [ -n "$MEGATRON_LM" ]; then
     step train 240 $(tests tests/gpu/test_gpu_train.py)
     step layer_graph 120 $(tests tests/gpu/test_gpu_layer_graph.py)
     step fp8_experts 120 $(tests tests/gpu/test_gpu_fp8_experts.py)

@@ -18,11 +18,11 @@ ALLTOALL_WORDS = (flags.TYPE, "alltoall", "--moe-permute-fusion")
 
 
 def megatron_lm():
-    """The tree that MEGATRON_LM names. Exits if it names none."""
-    tree = os.environ.get("MEGATRON_LM")
-    if not tree or not Path(tree, "pretrain_gpt.py").is_file():
-        sys.exit("MEGATRON_LM must name a tree of Megatron-LM")
-    return tree
+    """The tree of the installed megatron-core's version. Exits if there is none."""
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    import megatron_trees
+
+    return megatron_trees.INSTALLED or sys.exit(megatron_trees.LACK)
 
 
 def gpus_taken():

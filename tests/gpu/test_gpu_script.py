@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import megatron_trees
 import pytest
 from left_out import missing
 
@@ -15,9 +16,8 @@ from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start
 
 from megatron_ep.training import script_recipe
 
-TREE = os.environ.get("MEGATRON_LM")
-LACK = missing("megatron.core", "transformer_engine") or (None if TREE else "a tree of Megatron-LM in MEGATRON_LM")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+LACK = missing("megatron.core", "transformer_engine") or megatron_trees.LACK
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"needs {LACK}")
 
 LIMIT = 200.0
 BF16 = ("precision.fp8_format=null", "precision.fp8_recipe=null", "precision.moe_router_padding_for_quantization=false")
@@ -60,9 +60,11 @@ def run_both(case, out):
     ranks = (f"topology.ranks_per_node={gpus}", f"parallel.expert_model_parallel_size={gpus}")
     recipe = script_recipe.load(ROOT / "recipes" / "small_moe_fp8.yaml", [*ranks, *case.changes])
     words, variables = (PACKED, {"PACKED": "1"}) if case.packed else ((), {})
-    ours = start(recipe, Path(TREE), out, "ours", words=words, **variables)
+    ours = start(recipe, megatron_trees.INSTALLED, out, "ours", words=words, **variables)
     alltoall = {"ep_flags": None, "dispatcher": ALLTOALL}
-    theirs = start(recipe, Path(TREE), out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables)
+    theirs = start(
+        recipe, megatron_trees.INSTALLED, out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables
+    )
     deadline = time.monotonic() + LIMIT
     try:
         return [finish(started, max(deadline - time.monotonic(), 1.0)) for started in (ours, theirs)]

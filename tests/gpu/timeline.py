@@ -197,18 +197,20 @@ def layers(out, gpus, num_sms):
 
 def slices(out, gpus, num_sms):
     """The same of steps of pretrain_gpt.py."""
+    import megatron_trees
     import train_slice
 
     for overlap in (True, False):
         name, case = f"1F1B overlap {'on' if overlap else 'off'}", train_slice.Case(num_sms, overlap)
         trace = out / f"timeline_1f1b_{'on' if overlap else 'off'}.json.gz"
-        row = train_slice.run(name, case, gpus, os.environ["MEGATRON_LM"], out, 240.0, TRACE=str(trace))
+        row = train_slice.run(name, case, gpus, megatron_trees.INSTALLED, out, 240.0, TRACE=str(trace))
         if row is None:
             sys.exit(f"{name}: failed")
         yield name, trace, row["step_ms"] / 1e3
 
 
 def main(wanted):
+    import megatron_trees
     import torch
 
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
@@ -216,7 +218,8 @@ def main(wanted):
     gpus = max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
     num_sms = int(os.environ.get("NUM_SMS", "24"))
     unknown = [word for word in wanted if word not in ("shared", "1f1b")]
-    lack = "" if os.environ.get("MEGATRON_LM") and gpus > 1 else "needs MEGATRON_LM, Transformer Engine and two GPUs"
+    can = megatron_trees.INSTALLED and gpus > 1
+    lack = "" if can else "needs a tree of Megatron-LM, Transformer Engine and two GPUs"
     if not gpus:
         sys.exit("torch finds no GPU")
     if unknown or (lack and "1f1b" in wanted):

@@ -10,7 +10,11 @@ from unittest import mock
 
 import typing_extensions
 
-PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+KERNELS = (  # of Megatron 0.19 and later, in Triton
+    "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.ssm.ops.common.causal_conv1d_varlen",
+    "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
+)
 
 
 def stand_in():
@@ -19,8 +23,9 @@ def stand_in():
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override
     if importlib.util.find_spec("triton") is None:
-        module = sys.modules[PAGED_STASH] = types.ModuleType(PAGED_STASH)
-        module.__getattr__ = lambda name: mock.MagicMock()
+        for name in KERNELS:
+            module = sys.modules[name] = types.ModuleType(name)
+            module.__getattr__ = lambda name: mock.MagicMock()
 
 
 def main(tree, *paths):

@@ -1,18 +1,18 @@
 """Megatron-LM's own pretrain_gpt.py on two machines made of namespaces: losses, norms and gradients are those of one
 machine, bit for bit."""
 
-import os
 import sys
 from pathlib import Path
 
 import machines
+import megatron_trees
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = os.environ.get("MEGATRON_LM")
+TREE = megatron_trees.INSTALLED
 pytestmark = [
-    pytest.mark.needs(None if TREE else "the variable MEGATRON_LM names no tree of Megatron-LM"),
+    pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not())),
 ]
 FLAGS = "--num-layers 2 --expert-model-parallel-size 4 --train-iters 3"

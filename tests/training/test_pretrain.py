@@ -1,8 +1,7 @@
 """`python -m megatron_ep.pretrain` around Megatron-LM's own pretrain_gpt.py: loss, norms and every parameter after two
 steps against Megatron's dispatcher and against a run of one rank, in many layouts."""
 
-import os
-
+import megatron_trees
 import numpy as np
 import pytest
 import torch
@@ -12,9 +11,8 @@ from script_ranks import STALLED, Scripts
 
 from megatron_ep.balance import trace
 
-TREE = os.environ.get("MEGATRON_LM")
 pytestmark = [
-    pytest.mark.needs(None if TREE else "the variable MEGATRON_LM names no tree of Megatron-LM"),
+    pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
@@ -63,7 +61,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
-    with Scripts(TREE, out) as scripts:
+    with Scripts(megatron_trees.INSTALLED, out) as scripts:
         yield Runs(scripts, out)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import megatron_trees
 import pytest
 
 pytest.importorskip("pydantic")
@@ -19,8 +20,6 @@ ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*.yaml")) if script_recipe.is_script_recipe(path)]
 SLICE = ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml"
 DEEPSEEK = ROOT / "recipes" / "deepseek_v3.yaml"
-# The installed Megatron-Core's, and of other versions.
-TREES = [tree for name in ("MEGATRON_LM", "MEGATRON_LM_OTHERS") for tree in os.environ.get(name, "").split(":") if tree]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -227,15 +226,15 @@ def parsers():
             stderr=subprocess.PIPE,
             text=True,
         )
-        for tree in TREES
+        for tree in megatron_trees.ALL
     }
     yield processes
     for process in processes.values():
         process.kill()
 
 
-@pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no tree of Megatron-LM")
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: Path(tree).name)
+@pytest.mark.needs(megatron_trees.LACK_ALL)
+@pytest.mark.parametrize("tree", megatron_trees.ALL, ids=lambda tree: tree.name)
 def test_megatron_accepts_the_flags_of_every_recipe(parsers, tree):
     shown, errors = parsers[tree].communicate(timeout=240)
     assert parsers[tree].returncode == 0, errors[-3000:]
