@@ -1,10 +1,8 @@
 """Megatron-LM's pretrain_gpt.py with Transformer Engine on this machine's GPUs, a small model: fp8 products with padded
 experts, packed sequences, and layouts over four GPUs, against Megatron's all-to-all."""
 
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import megatron_trees
 import pytest
@@ -60,11 +58,10 @@ def run_both(case, out):
     ranks = (f"topology.ranks_per_node={gpus}", f"parallel.expert_model_parallel_size={gpus}")
     recipe = script_recipe.load(ROOT / "recipes" / "small_moe_fp8.yaml", [*ranks, *case.changes])
     words, variables = (PACKED, {"PACKED": "1"}) if case.packed else ((), {})
-    ours = start(recipe, megatron_trees.INSTALLED, out, "ours", words=words, **variables)
+    tree = megatron_trees.INSTALLED
+    ours = start(recipe, tree, out, "ours", words=words, **variables)
     alltoall = {"ep_flags": None, "dispatcher": ALLTOALL}
-    theirs = start(
-        recipe, megatron_trees.INSTALLED, out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables
-    )
+    theirs = start(recipe, tree, out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables)
     deadline = time.monotonic() + LIMIT
     try:
         return [finish(started, max(deadline - time.monotonic(), 1.0)) for started in (ours, theirs)]
