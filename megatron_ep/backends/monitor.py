@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -127,6 +128,7 @@ class Monitor:
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_monitors.clear)  # their threads are not there
 
 
 @atexit.register

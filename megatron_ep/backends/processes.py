@@ -1,16 +1,35 @@
-"""Processes of this machine: which machine that is, and what has become of them."""
+"""Processes of this machine: which machine that is, what has become of them, and what belongs to one of them."""
 
 from __future__ import annotations
 
 import os
 import socket
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from megatron_ep.diagnosis.blame import ENDED
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Processes in different ones do not reach each other's memory: /proc/PID is another process there, or CUDA IPC fails.
 NAMESPACES = ("pid", "ipc")
+
+Own = TypeVar("Own", bound="OfOneProcess")
+
+
+class OfOneProcess:
+    """What copies of its owner share, such as those of a module whose weights are averaged, and no pickle holds."""
+
+    def __copy__(self: Own) -> Own:
+        return self
+
+    def __deepcopy__(self: Own, _: Any) -> Own:
+        return self
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} belongs to its process and cannot be pickled: keep it out of what is saved or sent "
+            "(a module's state_dict is without it), and make another one there"
+        )
 
 
 def machine() -> str:

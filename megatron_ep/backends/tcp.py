@@ -129,6 +129,8 @@ class Network:
         self._others = [other for other, machine in enumerate(machines) if machine != machines[rank]]
         self.nic = nic
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
+        self._descriptors: dict[Place, int] = {}  # while it runs
+        _networks.add(self)
 
     def connect(self, rendezvous: StoreRendezvous) -> None:
         """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
@@ -199,7 +201,7 @@ class Network:
         return [f"rank {self._rank} has {names}"] if names else []
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
-        """While it runs: how many packets this machine has sent to each rank, and how many of them again."""
+        """How many packets this machine has sent to each rank, and how many of them again."""
         found: dict[int, tuple[int, int]] = {}
         for (rank, _), descriptor in self._descriptors.items():
             sent, again = _segments_sent(descriptor)
@@ -209,11 +211,30 @@ class Network:
 
     def disconnect(self) -> None:
         """At once: what was sent may be lost."""
+        self._descriptors.clear()
         self.nic.stop(0.0)
 
     def close(self) -> None:
         """Once what was sent has left, within a bound."""
+        self._descriptors.clear()
         self._leave()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which would keep the connections open when its parent has ended."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+_networks: weakref.WeakSet[Network] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for network in list(_networks):
+        network.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_alike(stripes: Sequence[int]) -> None:

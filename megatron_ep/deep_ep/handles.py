@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.deep_ep.transfers import Routes
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.handle import LowLatencyHandle
@@ -15,7 +16,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 UNKNOWN = -1  # of elements: what only other ranks know
 
 
-class _LazyTuple(tuple[Any, ...]):
+class _LazyTuple(OfOneProcess, tuple[Any, ...]):
     """Of `LENGTH` elements, each made by `make(index)`."""
 
     LENGTH: int

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import Config
 from megatron_ep.deep_ep.config import row_class
@@ -90,7 +91,7 @@ class Instances:
             self._normal.popitem()[1].close()
 
 
-class OverInstances:
+class OverInstances(OfOneProcess):
     """What DeepEP's V1 and V2 buffers have alike. runtime: None once it is destroyed."""
 
     runtime: Instances | None

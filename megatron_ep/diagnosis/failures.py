@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import weakref
 from typing import Protocol
 
@@ -25,6 +26,8 @@ class Watched(Protocol):
     def abort(self, reason: str) -> None: ...
 
     def report_unseen(self) -> None: ...
+
+    def leave_to_parent(self) -> None: ...
 
 
 log = logging.getLogger(__name__)
@@ -80,3 +83,11 @@ def report_unseen() -> None:
     """Logs, as errors, the failures of open buffers that nobody has been told of."""
     for group in open_groups():
         group.report_unseen()
+
+
+def _leave_to_parent() -> None:
+    for group in open_groups():
+        group.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

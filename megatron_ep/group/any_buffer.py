@@ -6,14 +6,20 @@ from typing import TypeVar
 
 import torch
 
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.config import Config, Topology
 from megatron_ep.group.rank_group import RankGroup
 
 Own = TypeVar("Own", bound="AnyBuffer")
 
 
-class AnyBuffer:
-    """A Buffer or a LocalCluster. What it does its `RankGroup` does, which the layers of this package work with."""
+class AnyBuffer(OfOneProcess):
+    """A Buffer or a LocalCluster. What it does its `RankGroup` does, which the layers of this package work with.
+
+    `copy.deepcopy` of it, or of a module that has it, gives the buffer itself; to pickle it raises TypeError. In a
+    process that is forked from the one that made it a buffer is closed: calls raise ValueError, and nothing is told to
+    other ranks.
+    """
 
     _group: RankGroup
 

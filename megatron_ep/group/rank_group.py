@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend, LastCounts
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
 from megatron_ep.diagnosis.blame import RankStatus
@@ -70,6 +72,8 @@ TOLD_TO_STOP = "was told to stop: "
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
 
+_of_parents: list[Any] = []  # in a forked child: the end of these would touch what is still in use
+
 HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 
 
@@ -89,7 +93,7 @@ class AbortPeersOnError:
             self._group.abort_peers(error)
 
 
-class RankGroup:
+class RankGroup(OfOneProcess):
     """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.normal.launches`."""
 
     topology: Topology
@@ -108,6 +112,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.number = failures.watch(self)
+        self._process = os.getpid()
 
     @functools.cached_property
     def known_calls(self) -> KnownCalls:
@@ -149,16 +154,15 @@ class RankGroup:
 
     def close(self) -> None:
         """See `AnyBuffer`."""
-        failure = self._close()
-        if failure is not None:
-            raise failure
-
-    def _close(self) -> EPError | None:
+        if self._backend is None:
+            return
         try:
-            return self._unseen_failure()
+            failure = self._unseen_failure()
         finally:
             self._let_go()
             _C.release_pooled_memory()
+        if failure is not None:
+            raise failure
 
     def _let_go(self) -> None:
         backend, self._backend = self._backend, None
@@ -186,12 +190,21 @@ class RankGroup:
             self.live_backend().put_off(self._end)
 
     def _end(self) -> None:
+        if self._process != os.getpid():
+            self.leave_to_parent()
         self.report_unseen()
         self._let_go()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, where the buffer is closed: whatever is done with it here would reach its ranks."""
+        _of_parents.append((self._backend, self._monitor))
+        self._backend = self._monitor = None
 
     def live_backend(self) -> Backend:
         """Raises ValueError if closed."""
         if self._backend is None:
+            if self._process != (process := os.getpid()):
+                raise ValueError(f"buffer is of process {self._process}, must not be used in {process}, forked from it")
             raise ValueError("buffer is closed")
         return self._backend
 

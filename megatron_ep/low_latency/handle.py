@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends.low_latency import Call
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.low_latency.plans import DispatchPlan
 
@@ -23,7 +24,7 @@ class RankPart:
 
 
 @dataclass(eq=False)
-class LowLatencyHandle:
+class LowLatencyHandle(OfOneProcess):
     """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it."""
 
     calls: Any  # the LowLatencyCalls

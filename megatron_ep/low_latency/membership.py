@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep.backends.low_latency_mask import Masks
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.config import is_number, require_int
 from megatron_ep.errors import EPError
 from megatron_ep.group.distributed import DistributedRankGroup
@@ -18,7 +19,7 @@ from megatron_ep.low_latency.calls import LowLatencyCalls
 ON_DEAD_RANK = ("raise", "mask")
 
 
-class MaskedRanks:
+class MaskedRanks(OfOneProcess):
     """What `LowLatency` shows of them."""
 
     _group: RankGroup

@@ -168,6 +168,8 @@ def _end_all(end: Callable[[ep.Buffer], None]) -> None:
     failures_met = []
     while _buffers:
         key, buffer = _buffers.popitem()
+        if not buffer.is_open:  # in a forked child, where it is its parent's
+            continue
         seconds = rank_group_of(buffer).seconds
         try:
             end(buffer)

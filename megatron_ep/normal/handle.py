@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ep.backends.interface import RankHandle
+from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.group.rank_group import RankGroup
 
 
@@ -30,7 +31,7 @@ class CountsToAskFor:
 
 
 @dataclass(eq=False)
-class Handle:
+class Handle(OfOneProcess):
     """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
 
     topk: K of the dispatch that made it.

@@ -1,7 +1,9 @@
 """DeepEP's `Buffer` between processes, on CPU tensors."""
 
+import copy
 import gc
 import os
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -160,6 +162,9 @@ def test_construction():
     assert buffer.get_local_buffer_tensor(torch.int32, offset=64).shape == (240,)
     view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), use_rdma_buffer=True)
     view.fill_(3)
+    assert copy.deepcopy(buffer) is buffer
+    with pytest.raises(TypeError, match="Buffer belongs to its process"):
+        pickle.dumps(buffer)
     assert buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([32]), use_rdma_buffer=True).eq(3).all()
     with pytest.raises(ValueError, match=r"size is \(129,\), must be at most 128 elements of torch.bfloat16"):
         buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([129]), use_rdma_buffer=True)

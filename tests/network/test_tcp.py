@@ -1,6 +1,7 @@
 """Host ranks of several machines over TCP: the same bits as on one machine, and what becomes of strangers, of a machine
 that cannot be reached and of a rank that goes away. The machines are this one, under several names."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from unittest import mock
 
 import pytest
@@ -21,9 +23,11 @@ import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends import fabrics, monitor, sizes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.diagnosis import failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.diagnosis.disagreement import what_ranks_sent
 from megatron_ep.errors import EPError
+from megatron_ep.megatron import shared_buffers
 
 W = 4
 
@@ -274,6 +278,68 @@ def test_nobody_waits_for_a_process_of_another_machine_that_has_ended(end, tmp_p
     assert float(seconds) < 20, errors
     cause = "stopped waiting: rank 1 has not entered notify 2 (it finished 1); the process of rank 1 has ended"
     assert cause in text, text
+
+
+def forked_child(buffer: ep.Buffer, connected: set[int], call) -> None:
+    """It keeps no connection of its parent's, can use nothing of the buffer, and tells nobody anything."""
+    held = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was the list's own
+            held.add(os.stat(f"/proc/self/fd/{descriptor}").st_ino)
+    assert not held & connected
+    for use in (call, buffer.reset, buffer.release, buffer.synchronize, buffer.raise_if_failed, buffer.statistics):
+        with pytest.raises(ValueError, match=f"of process {os.getppid()}, must not be used in {os.getpid()}"):
+            use()
+    with pytest.raises(RuntimeError, match="of the child"), shared_buffers.abort_peers_on_error():
+        raise RuntimeError("of the child")
+    for tell in (buffer._group.refuse, buffer._group.report_unseen, failures.report_unseen, monitor.stop_all):
+        tell()
+    buffer.abort("by the child")
+    ep.abort_all("by the child")
+    shared_buffers.close_buffers()
+    buffer.close()
+
+
+def run_fork(per_machine: int) -> None:
+    rank = dist.get_rank()
+    x, ids, weights = (tensors[rank] for tensors in inputs(33, torch.float32))
+    with machines_of(per_machine):
+        buffer = shared_buffers.shared_buffer(dist.group.WORLD, 16, torch.device("cpu"), {"timeout": 20})
+    low_latency = ep.LowLatency(buffer, max_tokens=4, hidden=33, topk=3, dtype=torch.float32)
+
+    def call():
+        rows = ep.dispatch(x, ids, weights, buffer=buffer)
+        return ep.combine(rows.x, rows.handle, weights=rows.probs)
+
+    before = call()
+    _, receive = low_latency.dispatch(x[:4], ids[:4], return_recv_hook=True)
+    network = buffer._group._network
+    descriptors = network._descriptors.values() if network is not None else ()
+    connected = {os.stat(f"/proc/self/fd/{descriptor}").st_ino for descriptor in descriptors}
+    assert len(connected) == W - per_machine
+    if rank == 1:
+        child = os.fork()
+        if not child:
+            try:
+                forked_child(buffer, connected, call)
+                with pytest.raises(ValueError, match="forked"):
+                    receive()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.waitpid(child, 0) == (child, 0)
+    dist.barrier()
+    receive()
+    assert torch.equal(call(), before)
+    buffer.reset()
+    assert torch.equal(call(), before)
+    shared_buffers.close_buffers()
+
+
+@pytest.mark.parametrize("per_machine", [1, 2, W])
+def test_a_forked_child_leaves_the_buffer_to_its_parent(ranks, per_machine):
+    ranks.run(run_fork, per_machine)
 
 
 def run_closed_early() -> None:

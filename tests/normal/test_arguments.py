@@ -1,5 +1,7 @@
 """Every wrong argument is a ValueError that names it, before anything is launched."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -344,3 +346,31 @@ def test_what_dispatch_returns_is_not_the_handles_own(cluster):
         counts.zero_()
     again = ep.dispatch([one["x"] for one in inputs], handle=rows.handle)
     assert all(map(torch.equal, again.tokens_per_expert, before))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, cluster):
+        super().__init__()
+        self.cluster, self.expert = cluster, torch.nn.Linear(H, H)
+        self.low_latency = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+
+    def forward(self, inputs):
+        rows = ep.dispatch(**inputs, buffer=self.cluster)
+        y = ep.combine([self.expert(part) for part in rows.x], copy.deepcopy(rows.handle), weights=rows.probs)
+        received = self.low_latency.dispatch(inputs["x"], inputs["topk_idx"])
+        return y + self.low_latency.combine(received.x, copy.deepcopy(received.handle))
+
+
+def test_copies_share_a_buffer_and_pickles_hold_none(cluster):
+    layer, ranks = Layer(cluster), [good(), good()]
+    inputs = {key: [one[key] for one in ranks] for key in ranks[0]}
+    twin = copy.deepcopy(layer)
+    assert twin.cluster is cluster and copy.copy(cluster) is cluster and twin.expert.weight is not layer.expert.weight
+    assert all(map(torch.equal, layer(inputs), twin(inputs)))
+    rows = ep.dispatch(**inputs, buffer=cluster)
+    received = layer.low_latency.dispatch(inputs["x"], inputs["topk_idx"])
+    for held in (cluster, layer.low_latency, rows.handle, received.handle):
+        with pytest.raises(TypeError, match=f"{type(held).__name__} belongs to its process and cannot be pickled"):
+            pickle.dumps(held)
+    with pytest.raises(TypeError, match="LocalCluster belongs to its process"):
+        pickle.dumps(layer)
