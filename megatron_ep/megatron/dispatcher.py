@@ -62,8 +62,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
-        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared, or with a Megatron whose schedule
-            uses a dispatcher in another way; options that are out of range or that contradict the config.
+        ValueError: TP is over 32; 1F1B overlap without flex + hybridep (or ncclep) declared, or with a Megatron whose
+            schedule uses a dispatcher in another way; options that are out of range or that contradict the config.
 
     A decoding step of Megatron's inference takes the low-latency mode, see `_decodes`.
     """
@@ -81,7 +81,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self.tp_size > MAX_TOPK:
             raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_TOPK}")
         self.num_choices = min(config.moe_router_topk, MAX_TOPK // self.tp_size)
-        if config.overlap_moe_expert_parallel_comm and not _declares_hybridep(config):
+        if config.overlap_moe_expert_parallel_comm and not _declares_grouped(config):
             # Under any other type Megatron frees the rows that arrive, which the experts still need.
             raise ValueError(
                 "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type='flex' and "
@@ -89,6 +89,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 f"'{config.moe_flex_dispatcher_backend}'"
             )
         if config.overlap_moe_expert_parallel_comm:
+            if getattr(config, "moe_ncclep_zero_copy", False):
+                raise ValueError(
+                    "moe_ncclep_zero_copy is True with overlap_moe_expert_parallel_comm, whose schedule then takes "
+                    "gradients from buffers of NCCL's that this dispatcher does not have: must be False"
+                )
             check_overlap()
         self.alignment = _expert_alignment(config)
         self.options = options_for(config)
@@ -110,11 +115,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._low_latency: ep.LowLatency | None = None
         self._row_probs: torch.Tensor | None = None
         self._last_counts: LastCounts | None = None
-        self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
+        self._comm_manager = StepState(
+            self.options.moe_expert_rank_capacity_factor, router_topk=config.moe_router_topk * self.tp_size
+        )
         # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
         repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None
         self._of_rank = RowLimit(OVER_BUDGET, poisons=not repeats)
         self._of_expert = RowLimit(OVER_CAPACITY)
+        self._least_rows = 0  # that a rank makes room for, if it does so for a fixed number
 
     def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
         super().set_shared_experts(shared_experts)
@@ -130,6 +138,18 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """bool [1] on the device: whether a dispatch since the last reset had more rows than
         moe_expert_rank_capacity_factor makes room for; None before the first one. Megatron's trainer asks."""
         return self._of_rank.over_budget
+
+    def check_required_capacity(self) -> torch.Tensor | None:
+        """int64 [1] on the device: the most rows, padding included, that a dispatch since the last reset had for this
+        rank; None before the first one, and unless moe_expert_rank_capacity_factor is a field of Megatron's own."""
+        return self._of_rank.required
+
+    def grow_ep_recv_capacity(self, new_capacity: int) -> None:
+        """From now on a rank makes room for at least so many rows where moe_expert_rank_capacity_factor fixes them."""
+        self._least_rows = max(self._least_rows, new_capacity)
+
+    def invalidate_ep_bootstrap(self) -> None:
+        """Nothing to do: no buffer depends on the number of rows."""
 
     def reset_over_budget(self) -> None:
         self._of_rank.reset()
@@ -204,7 +224,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         counts, row_probs = received.tokens_per_expert, received.probs
         if capacity is not None:
             row_probs = self._of_expert.admit(received)
-            if not self._counts_on_device:  # everybody knows them
+            if not counts_on_device(self.config):  # everybody knows them
                 counts = torch.full((self.num_local_experts,), capacity, device="cpu")
         elif max_rows is not None:
             row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
@@ -226,7 +246,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         counts are on the CPU, where experts take them from, unless nothing has told the host of them."""
         tokens_per_expert = self._comm_manager.tokens_per_expert
         assert tokens_per_expert is not None, "token_dispatch comes first"
-        if self._counts_on_device:
+        if counts_on_device(self.config):
             tokens_per_expert = tokens_per_expert.to(hidden_states.device)
         return hidden_states, tokens_per_expert, probs
 
@@ -334,16 +354,13 @@ class EPTokenDispatcher(MoETokenDispatcher):
         rows, topk_idx, weights = (part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
         return rows, topk_idx, weights
 
-    @property
-    def _counts_on_device(self) -> bool:
-        return getattr(self.config, "use_transformer_engine_op_fuser", False)
-
     def _max_rows(self) -> int | None:
         """R, by Megatron's rule for a rank's budget; None: as many as come."""
         factor = self._comm_manager.moe_expert_rank_capacity_factor
         if factor is None:
             return None
-        budget = int(self._num_tokens * self.config.moe_router_topk * self.tp_size * factor)
+        self._comm_manager._max_tokens_per_rank = self._num_tokens
+        budget = max(int(self._num_tokens * self.config.moe_router_topk * self.tp_size * factor), self._least_rows)
         return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
@@ -385,8 +402,17 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
                 raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
 
 
-def _declares_hybridep(config: TransformerConfig) -> bool:
-    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == "hybridep"
+def _declares_grouped(config: TransformerConfig) -> bool:
+    """Whether the config declares a dispatcher whose rows arrive grouped by expert, as they do here."""
+    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
+
+
+def counts_on_device(config: TransformerConfig) -> bool:
+    """Whether Megatron's grouped experts read tokens_per_expert on the device."""
+    grouped = getattr(config, "moe_use_grouped_tensor", None)  # from 0.20 on, where the op fuser implies it
+    if grouped is None:
+        return bool(getattr(config, "use_transformer_engine_op_fuser", False))
+    return bool(grouped and moe_utils.skip_routed_expert_padding(config))  # if they pad, they do so on the host
 
 
 def _expert_alignment(config: TransformerConfig) -> int:
@@ -397,6 +423,6 @@ def _expert_alignment(config: TransformerConfig) -> int:
         trusted = trusts(config)
     else:
         trusted = config.moe_router_padding_for_quantization or (
-            _declares_hybridep(config) and bool(config.fp8 or config.fp4)
+            _declares_grouped(config) and bool(config.fp8 or config.fp4)
         )
     return max(1, get_align_size_for_quantization(config)) if trusted else 1

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import routing_trace
-from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.router import EPTopKRouter
 
 Spec = TypeVar("Spec")
@@ -96,11 +96,12 @@ def initialize(
     # Their choices have at most moe_router_topk experts; what others make is measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
     factor = layer.token_dispatcher.options.moe_expert_rank_capacity_factor
-    if factor is not None and _needs_host_counts(layer.experts):
+    if factor is not None and _needs_host_counts(layer.experts, config):
         raise ValueError(
             f"moe_expert_rank_capacity_factor is {factor}, but {type(layer.experts).__name__} wants to know on the "
-            "host how many rows each expert has: use TEGroupedMLP with use_transformer_engine_op_fuser, experts of "
-            "your own that read tokens_per_expert on the device, or one expert a rank"
+            "host how many rows each expert has: use TEGroupedMLP with use_transformer_engine_op_fuser or (from "
+            "megatron-core 0.20 on, declared as flex + hybridep) moe_use_grouped_tensor, experts of your own that read "
+            "tokens_per_expert on the device, or one expert a rank"
         )
     routing_trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
@@ -109,14 +110,14 @@ def initialize(
         layer._training_token_dispatcher = layer.token_dispatcher
 
 
-def _needs_host_counts(experts: torch.nn.Module) -> bool:
+def _needs_host_counts(experts: torch.nn.Module, config: TransformerConfig) -> bool:
     """Whether experts of Megatron's read tokens_per_expert on the host; of others that is theirs to know."""
     kinds = [getattr(megatron_experts, name, None) for name in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")]
     if not isinstance(experts, tuple(kind for kind in kinds if kind is not None)):
         return False
     if isinstance(experts, megatron_experts.SequentialMLP):
         return experts.num_local_experts > 1  # a single one takes all rows
-    return not getattr(experts, "_with_fused_impl", False)
+    return not counts_on_device(config)
 
 
 def ep_layer_spec(

@@ -22,9 +22,15 @@ SCHEDULE = "megatron.core.models.gpt.fine_grained_callables"
 
 @dataclass
 class StepState:
-    """Megatron's own flex dispatcher keeps the same under the same names."""
+    """Megatron's own flex dispatcher keeps the same under the same names.
+
+    router_topk: choices of a token, TP included. _max_tokens_per_rank: tokens of the last dispatch with a capacity
+        factor. The trainer divides by their product to suggest one.
+    """
 
     moe_expert_rank_capacity_factor: float | None
+    router_topk: int = 0
+    _max_tokens_per_rank: int = 0
     token_probs: torch.Tensor | None = None
     dispatched_probs: torch.Tensor | None = None
     tokens_per_expert: torch.Tensor | None = None

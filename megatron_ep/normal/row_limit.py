@@ -36,6 +36,7 @@ class RowLimit:
         self._poisons = poisons
         self.group: RankGroup | None = None  # of the last run
         self.over_budget: torch.Tensor | None = None  # bool [1], once there was a dispatch
+        self.required: torch.Tensor | None = None  # int64 [1], the most rows that one had, unless it poisons
         _limits[next(_numbers)] = self
 
     def note(self, group: RankGroup, overflow: torch.Tensor) -> torch.Tensor:
@@ -58,14 +59,20 @@ class RowLimit:
         """Notes whether rows are missing, and raises, as `note` does; the probs [R]."""
         over = self.note(received.handle.group, received.overflow)
         if not self._poisons:
+            rows = received.tokens_per_expert.sum(0, keepdim=True)
+            if self.required is None:
+                with torch.inference_mode(False):
+                    self.required = torch.zeros_like(rows)
+            torch.maximum(self.required, rows, out=self.required)
             return received.probs
         nothing = torch.zeros_like(over, dtype=received.probs.dtype)
         return received.probs + nothing.masked_fill_(over, float("nan"))
 
     def reset(self) -> None:
         """Forgets the overflow."""
-        if self.over_budget is not None:
-            self.over_budget.zero_()
+        for noted in (self.over_budget, self.required):
+            if noted is not None:
+                noted.zero_()
 
     def report_unseen(self) -> None:
         """Into the log, if there is an overflow that nobody has asked for."""

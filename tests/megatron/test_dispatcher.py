@@ -505,6 +505,11 @@ def _overlap_with_another_schedule():
         pytest.raises(ValueError, match="sets no dispatched_probs"),
     ):
         make_dispatcher("ours", config)
+    config.moe_flex_dispatcher_backend = "ncclep"
+    make_dispatcher("ours", config)
+    config.moe_ncclep_zero_copy = True
+    with pytest.raises(ValueError, match="moe_ncclep_zero_copy is True with overlap_moe_expert_parallel_comm"):
+        make_dispatcher("ours", config)
 
 
 def test_the_schedule_is_looked_at_before_a_model_is_built(four_ranks):

@@ -4,6 +4,7 @@ A test is a function that runs on all four ranks.
 """
 
 import dataclasses
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from configured import configured
 from counted_experts import CountedExperts, make_layer
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe import moe_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options, shared_buffers
+from megatron_ep.megatron.dispatcher import counts_on_device
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -108,6 +111,8 @@ def _too_few_rows(is_megatrons):
         assert rows.shape == (20, 32) and probs.shape == (20,) and counts.sum() <= 20
         over = dist.get_rank() == 0
         assert bool(dispatcher.check_over_budget()) is over
+        required = dispatcher.check_required_capacity()
+        assert required.tolist() == [2 * 36 if over else counts.sum()] if is_megatrons else required is None
         assert bool(probs.isnan().all()) is (over and not is_megatrons)
         assert not rows.isnan().any() and not rows[counts.sum() :].any(), "whether or not they need a gradient"
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows * probs.unsqueeze(1)))
@@ -192,9 +197,18 @@ def _megatrons_trainer_repeats():
     dispatcher, manager = layer.token_dispatcher, layer.token_dispatcher._comm_manager
     assert dispatcher.check_over_budget()
     manager.moe_expert_rank_capacity_factor = None
+    dispatcher.invalidate_ep_bootstrap()
+    required = int(dispatcher.check_required_capacity())
     dispatcher.reset_over_budget()
+    assert not dispatcher.check_required_capacity()
     repeated = run_layer(layer, x, grad)
     assert not dispatcher.check_over_budget()
+    manager.moe_expert_rank_capacity_factor = 0.25  # with room for what the step before needed
+    dispatcher.grow_ep_recv_capacity(required)
+    dispatcher.grow_ep_recv_capacity(1)
+    for ours, theirs in zip(run_layer(layer, x, grad), repeated, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert not dispatcher.check_over_budget() and dispatcher._max_rows() == required
     setattr(config, FACTOR, None)
     plain = make_layer(config)
     plain.load_state_dict(layer.state_dict())
@@ -225,6 +239,25 @@ def _experts_that_ask_the_host():
 
 def test_experts_that_ask_the_host_are_refused(four_ranks):
     four_ranks.run(_experts_that_ask_the_host)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_padded", "on_device"),
+    [
+        ({}, True, False),
+        ({"use_transformer_engine_op_fuser": True}, False, True),  # before 0.20
+        ({"moe_use_grouped_tensor": False}, True, False),
+        ({"moe_use_grouped_tensor": True}, True, True),
+        (
+            {"moe_use_grouped_tensor": True, "use_transformer_engine_op_fuser": True},
+            False,
+            False,
+        ),  # they pad on the host
+    ],
+)
+def test_where_megatrons_experts_read_their_counts(monkeypatch, settings, is_padded, on_device):
+    monkeypatch.setattr(moe_utils, "skip_routed_expert_padding", lambda _: is_padded, raising=False)
+    assert counts_on_device(SimpleNamespace(**settings)) is on_device
 
 
 # ---- what the host waits for
