@@ -16,7 +16,10 @@ from megatron_ep.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/gpu/RESULTS.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/gpu/RESULTS.md", "tests/gpu/HISTORY.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # What they say of names and commands holds today; the others tell of earlier versions, or are short.
@@ -218,8 +221,8 @@ def test_what_readme_shows_runs() -> None:
 def test_memory_of_a_rank_is_what_its_code_prints() -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(python_blocks("docs/tuning.md")[0], {})
-    assert printed.getvalue() in (ROOT / "docs/tuning.md").read_text()
+        exec(python_blocks("docs/memory.md")[0], {})
+    assert printed.getvalue() in (ROOT / "docs/memory.md").read_text()
 
 
 def messages() -> str:

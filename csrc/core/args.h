@@ -181,7 +181,7 @@ struct CombineArgs : TransferArgs {
     // Combine receivers that a channel may have. A row keeps its slot of a ring while it is summed,
     // so with more than half as many receivers as slots the writer of the ring would wait for them.
     // At most six, because they take up and free slots one after the other: many would mostly wait
-    // for that. docs/notes/results_history.md has what several gain over one; six was not measured
+    // for that. tests/gpu/HISTORY.md has what several gain over one; six was not measured
     // against other numbers. ring_rows: slots of the smallest ring that they read.
     static EP_HD int max_receivers(uint64_t ring_rows) {
         constexpr int kMaxReceivers = 6;
