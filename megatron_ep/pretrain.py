@@ -8,16 +8,24 @@ under `torchrun -m` and in Slurm's job steps. An entry point: nobody imports it.
 from __future__ import annotations
 
 import argparse
+import atexit
+import faulthandler
 import importlib.util
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ep.config import SETTING_NAMES, config_of
+from megatron_ep.diagnosis import failures
+from megatron_ep.errors import EPError, EPStuckError
 from megatron_ep.megatron.options import NAMES, Options
+
+EXIT_S = 2.0  # seconds that the handlers of the process's end may take after a failed call
+RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
 
 def _truth(text: str) -> bool:
@@ -127,6 +135,8 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
         from megatron_ep.megatron import restart
 
         restart.enable()
+    else:
+        failures.watchers.append(_end_unless_raised)
 
 
 def _run(script: Path, arguments: list[str]) -> None:
@@ -134,12 +144,45 @@ def _run(script: Path, arguments: list[str]) -> None:
     from megatron_ep.normal import row_limit
 
     sys.argv = [str(script), *arguments]
-    with row_limit.explained(), shared_buffers.abort_peers_on_error():
-        try:
+    try:
+        with row_limit.explained(), shared_buffers.abort_peers_on_error():
             runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:  # Megatron leaves by it when all is well, too
-            if end.code:
-                raise
+    except SystemExit as end:  # Megatron leaves by it when all is well, too
+        if end.code:
+            raise
+    except Exception as error:
+        if isinstance(error, EPError) or failures.has_unseen():
+            _end_process(error)
+        raise
+
+
+def _end_process(error: Exception) -> None:
+    """Ends this process with status 1 after a failed call: its usual end waits for the GPU, which may wait for a rank
+    that never comes."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    if not isinstance(error, EPStuckError):  # after which nothing may touch the GPU
+        timer = threading.Timer(EXIT_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_unless_raised(cause: str) -> None:
+    """Ends this process if no call raises a failure that is known here: the main thread is inside a wait of another
+    library for a rank that never comes."""
+
+    def end() -> None:
+        if failures.has_unseen():
+            print(f"megatron_ep.pretrain: {cause}\nThis process is inside another wait, and ends:", file=sys.stderr)
+            faulthandler.dump_traceback(file=sys.stderr)
+            os._exit(1)
+
+    timer = threading.Timer(RAISE_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SPIN_S = 500e-6  # seconds that the host polls for counts without a sleep: usually they are there by then
 POLL_S = 50e-6  # seconds between two looks for counts after that
+LISTEN_S = 50e-3  # seconds between two looks, while the host waits, for whether another rank's failure ends the wait
 GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
 
 
@@ -143,6 +144,7 @@ class CudaBackend(OfGroup):
         self._busy = threading.Lock()
         self._last: torch.cuda.Stream | None = None  # of the last launch
         self._since_mark = 0  # launches
+        self._listened = 0.0  # when another rank's failure was last looked for
         self._mark: torch.cuda.Event | None = None  # so many launches ago
         # counts whose exchange failed, or is under way: a kernel that is still queued writes to them
         self._untold: list[torch.Tensor] = []
@@ -223,11 +225,23 @@ class CudaBackend(OfGroup):
 
     def finish_launches(self) -> None:
         catch_up()
-        if self._last is not None:
-            self.wait(self._last.record_event())
-        if self._launches.are_captured:  # nobody tells of replays, but what comes next on this stream depends on them
-            self.wait(torch.cuda.current_stream(self._device).record_event())
+        # A CUDA graph's replays are counted nowhere, but what comes next on this stream depends on them.
+        current = torch.cuda.current_stream(self._device) if self._launches.are_captured else None
+        for stream in (self._last, current):
+            if stream is not None:
+                self._wait_until(functools.partial(self._is_reached_or_failed, stream.record_event()))
         self.group.listen()
+
+    def _is_reached_or_failed(self, event: torch.cuda.Event) -> bool:
+        """Whether the event is reached, or never may be: work behind a launch that has failed, such as a reduction of
+        gradients, may itself wait for the rank that the launch gave up on."""
+        if event.query() or self.aborted() is not None:
+            return True
+        now = time.monotonic()
+        if now - self._listened > LISTEN_S:
+            self._listened = now
+            self.group.listen()
+        return False
 
     def drain(self) -> None:
         self.synchronize()

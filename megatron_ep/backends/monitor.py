@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.news import Failure, News
 from megatron_ep.backends.processes import process_fate
-from megatron_ep.diagnosis import blame
+from megatron_ep.diagnosis import blame, failures
 
 INTERVAL_S = 0.2
 END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
@@ -51,6 +51,7 @@ class Monitor:
         self._describe = weakref.WeakMethod(describe)
         self._looking = threading.RLock()  # a finalizer may run while it is held
         self._is_over = threading.Event()
+        self._has_told = False  # since the last reset
         self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
         self._thread.start()
         _monitors.add(self)
@@ -68,6 +69,7 @@ class Monitor:
         """What failed before is over after that, on all ranks."""
         with self._looking:
             yield
+            self._has_told = False
             if self._news is not None:
                 self._news.turn_page()
 
@@ -106,9 +108,14 @@ class Monitor:
 
     def _tell(self, outcome: str, rank: int) -> None:
         describe = self._describe()
-        if describe is None or self._news is None or self._news.has_own or not self._is_everybodys(outcome):
+        if describe is None or self._has_told or not self._is_everybodys(outcome):
             return
-        self._news.publish(describe(outcome, rank))
+        self._has_told = True
+        failure = describe(outcome, rank)
+        if self._news is not None:
+            self._news.publish(failure)
+        for watcher in failures.watchers:
+            watcher(failure.cause)
 
     def _look_at_processes(self) -> None:
         fates = self._fates()  # before the statuses: a rank may do its part, and then end

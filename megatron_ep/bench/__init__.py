@@ -8,7 +8,7 @@ the processes that they run in. Only the command line and tests import it; it im
 
 NAMES = {
     "router": "the router (gate), on the CPU or a GPU",
-    "agreement": "what it costs a step that all ranks agree before it",
+    "agreement": "what a step costs to look for failed calls before it",
     "cuda": "dispatch and combine of all ranks on one GPU",
     "gpus": "dispatch and combine, a rank on each GPU of this machine or a job",
     "low-latency": "the low-latency mode on GPUs",

@@ -1,7 +1,7 @@
-"""`megatron-ep bench agreement`: what it costs a step that all ranks of a job agree before it (`megatron.agreement`).
+"""`megatron-ep bench agreement`: what a step costs to look for failed calls before it (`megatron.agreement`).
 
-Each rank is a process with one thread, and all ask together. `asks` is the question to oneself alone, with one open
-buffer; `agrees` the whole agreement.
+Each rank is a process with one thread and one open buffer. `checks` is the look alone; `reduces` is a reduction of one
+number over the ranks, which such a look would cost if the ranks waited for each other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from statistics import median
 
+import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
@@ -43,12 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(warmup: int, iterations: int) -> dict[str, list[float]]:
     """Seconds [iterations] by name, on one rank of a gloo world."""
-    from megatron_ep.megatron.agreement import agree
+    from megatron_ep.megatron.agreement import check
+
+    flag = torch.zeros(1)
 
     with ep.Buffer(dist.group.WORLD, ep.Config(num_experts=dist.get_world_size())):
         timers = {
-            "asks": host_timer(ep.raise_if_failed, before=dist.barrier),
-            "agrees": host_timer(lambda: agree("a step"), before=dist.barrier),
+            "checks": host_timer(check, before=dist.barrier),
+            "reduces": host_timer(lambda: dist.all_reduce(flag), before=dist.barrier),
         }
         return time_rounds(timers, warmup, iterations)
 

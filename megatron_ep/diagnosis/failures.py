@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -21,7 +22,12 @@ class Watched(Protocol):
     @property
     def is_open(self) -> bool: ...
 
+    @property
+    def has_unseen_failure(self) -> bool: ...
+
     def raise_if_failed(self) -> None: ...
+
+    def raise_if_known_to_have_failed(self) -> None: ...
 
     def abort(self, reason: str) -> None: ...
 
@@ -34,6 +40,10 @@ log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
+
+# Each is called with the first line of a failure, from a thread that looks after a buffer of several processes, once
+# the failure is known in this process: the thread that will raise it may be inside a wait for another library.
+watchers: list[Callable[[str], None]] = []
 
 
 def watch(group: Watched) -> int:
@@ -67,6 +77,17 @@ def raise_if_failed() -> None:
     """
     for group in open_groups():
         group.raise_if_failed()
+
+
+def raise_if_known_to_have_failed() -> None:
+    """Raises as `raise_if_failed` what this process has heard of so far. Waits for no launch."""
+    for group in open_groups():
+        group.raise_if_known_to_have_failed()
+
+
+def has_unseen() -> bool:
+    """Whether a failure is known in this process that no call has raised yet."""
+    return any(group.has_unseen_failure for group in open_groups())
 
 
 def abort_all(reason: str) -> None:

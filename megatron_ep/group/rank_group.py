@@ -256,16 +256,27 @@ class RankGroup(OfOneProcess):
 
     def synchronize(self) -> None:
         """See `AnyBuffer`."""
-        self.live_backend().synchronize()
+        backend = self.live_backend()
+        backend.finish_launches()  # what follows a failed launch on its stream may never end
+        self.raise_if_aborted()
+        backend.synchronize()
         self.raise_if_aborted()
 
     def raise_if_failed(self) -> None:
         """As `megatron_ep.raise_if_failed`, for this buffer alone."""
-        backend = self.live_backend()
-        backend.finish_launches()
-        aborted = backend.aborted()
+        self.live_backend().finish_launches()
+        self.raise_if_known_to_have_failed()
+
+    def raise_if_known_to_have_failed(self) -> None:
+        """Raises as `raise_if_failed` what this process has heard of so far. Waits for no launch."""
+        aborted = self.live_backend().aborted()
         if aborted is not None:
             raise self._failure(*aborted)
+
+    @property
+    def has_unseen_failure(self) -> bool:
+        """Whether a failure is known in this process that no call has raised yet."""
+        return not self._is_seen and self._backend is not None and self._backend.aborted() is not None
 
     def abort(self, reason: str) -> None:
         """See `AnyBuffer`. Does nothing once it is closed."""
@@ -289,7 +300,7 @@ class RankGroup(OfOneProcess):
         if self._backend is None or self._is_seen:
             return None
         if not self._backend.is_capturing():
-            self._backend.synchronize()
+            self._backend.finish_launches()
         aborted = self._backend.aborted()
         if aborted is None or self._backend.finished():
             return None

@@ -1,114 +1,281 @@
-"""Before Megatron keeps what it has computed, all ranks of the job agree that none of them has failed.
+"""Keeps Megatron from taking a step, or writing a checkpoint, with what a failed call has left.
 
-A launch on a GPU can fail behind the back of a program that goes on (`megatron_ep.raise_if_failed`), and one rank that
-stops at its step while the others take theirs leaves a job of two minds. So each rank asks itself, and a reduction of
-one number tells all of them: once before a step of Megatron's optimizer, and before a checkpoint that follows no step.
+A launch on a GPU can fail after the program has gone on, and its outputs are NaN then (`megatron_ep.raise_if_failed`).
+Before each step of a Megatron optimizer every rank asks its own buffers. A rank that knows of a failure raises at once,
+and tells the job through the store of torch.distributed; a rank that knows of none waits for no other rank.
+
+It may look before the failure happens, or share no buffer with the ranks of the failed call. What these have computed
+then reaches it as NaN in the gradients, by Megatron's own reductions. So it looks once more when the gradients are
+ready: if they, or their norm, are not finite, it asks the store before anything is kept.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
+import sys
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import layer_wise_optimizer  # noqa: F401, a subclass that enable() is to find
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
+from megatron_ep.backends import codec
+from megatron_ep.diagnosis import failures
 
-# A rank that has failed stays so long to tell the others, who may be somewhere else: it knows enough to end the job.
-TELLING_S = 10.0
+T = TypeVar("T")
+
+# A failure is in the store within 0.2 s, the monitor's interval, and the time that the store takes.
+ASK_S = 5.0  # that a rank with gradients that are not finite waits for a failure to be told
+ASK_EVERY_S = 0.25
+TELL_S = 1.0  # that a rank waits for the store to take its failure: the process may end afterwards
+
+KEY = "megatron_ep/failed"
+NORM = "get_grad_norm_fp32"  # of Megatron's modules that reduce a norm of the gradients
+
+log = logging.getLogger(__name__)
 
 _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 _in_step = False  # optimizers are made of optimizers
-before_step: Callable[[], None] | None = None  # is called once all have agreed to take one
-_has_agreed = False  # since the last checkpoint
+_in_update = False
+_norms: list[float | torch.Tensor] = []  # of the gradients, in this step
+_telling: threading.Thread | None = None  # the failure of this process
+_started = time.time()  # torchrun may keep its store, and what was told there, from one attempt of a job to the next
+_asks = True  # until gradients were not finite though no rank had failed, which may then go on for every step
+before_step: Callable[[], None] | None = None  # is called before each step that is taken
+
+
+@dataclass(frozen=True)
+class Told:
+    """A failure, as the job is told of it.
+
+    rank: of the default group.
+    cause: the first line of the error.
+    time: of the rank's clock, in seconds since the epoch.
+    """
+
+    rank: int
+    cause: str
+    time: float
 
 
 def enable() -> None:
-    """From now on all ranks of this job agree, in every step of a `MegatronOptimizer` and every
-    `dist_checkpointing.save`, before anything is kept. Every rank calls it. Idempotent."""
+    """From now on no step of a `MegatronOptimizer` and no `dist_checkpointing.save` of this process keeps what a failed
+    call of megatron_ep has left. Idempotent."""
     if _replaced:
         return
     for kind in _subclasses(MegatronOptimizer):
-        if "step" in vars(kind):
-            _replace(kind, "step", _agreed_step)
-    _replace(dist_checkpointing, "save", _agreed_save)
+        for name, checked in (("step", _checked_step), ("step_with_ready_grads", _checked_update)):
+            if name in vars(kind):
+                _replace(kind, name, checked)
+    for module in [each for name, each in sys.modules.items() if name.startswith("megatron.core.")]:
+        if NORM in vars(module):
+            _replace(module, NORM, _noted_norm)
+    _replace(dist_checkpointing, "save", _checked_save)
+    failures.watchers.append(_tell)
 
 
 def disable() -> None:
-    """Nobody is asked any more. Idempotent."""
+    """Steps and checkpoints are Megatron's own again. Idempotent."""
     while _replaced:
         setattr(*_replaced.pop())
+    if _tell in failures.watchers:
+        failures.watchers.remove(_tell)
 
 
-def agree(before: str) -> None:
-    """Returns on all ranks of the default group, or raises on all of them. Collective.
-
-    Args:
-        before: what would keep the results, for the text.
+def check() -> None:
+    """Raises if a call of this process's buffers has failed, on any of their ranks, and tells the job. Waits for this
+    rank's own launches, and for other ranks only as these do.
 
     Raises:
-        EPError: what `megatron_ep.raise_if_failed` raises here, or, where nothing failed, EPAbortError, which names a
-            rank on which something did.
+        EPError: as `megatron_ep.raise_if_failed`.
     """
-    own: ep.EPError | None = None
     try:
         ep.raise_if_failed()
-    except ep.EPError as error:
-        own = error
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        flag = torch.tensor([0 if own is None else dist.get_rank() + 1], device=_device())
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
-        if own is None:
-            work.wait()
-            if flag.item():
-                raise ep.EPAbortError(
-                    f"rank {int(flag) - 1} of the job failed before {before}: nothing of this step is kept; what that "
-                    "rank says tells why"
-                )
-        else:
-            deadline = time.monotonic() + TELLING_S
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(1e-3)
-    if own is not None:
-        raise own
+    except Exception as error:
+        _tell(f"{error}".partition("\n")[0])
+        if _telling is not None:
+            _telling.join(TELL_S)
+        raise
+    if _telling is not None:
+        _withdraw()
 
 
-def _agreed_step(step: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def agreed(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-        global _in_step, _has_agreed
-        if _in_step or _is_capturing():  # a graph asks nobody when it is replayed: see _agreed_save
+    def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
+        global _in_step
+        if _in_step or _is_capturing():  # a graph that is replayed asks for nothing: see _checked_save
             return step(optimizer, *args, **kwargs)
-        agree("the optimizer's step")
+        check()
         if before_step is not None:
             before_step()
-        _in_step = _has_agreed = True
+        _in_step = True
+        _norms.clear()
         try:
             return step(optimizer, *args, **kwargs)
         finally:
             _in_step = False
 
-    return agreed
+    return checked
 
 
-def _agreed_save(save: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_update(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
+        global _in_update
+        if _in_update or _is_capturing():
+            return update(optimizer, *args, **kwargs)
+        _check_gradients(optimizer)
+        _in_update = True
+        try:
+            return update(optimizer, *args, **kwargs)
+        finally:
+            _in_update = False
+
+    return checked
+
+
+def _checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
-    def agreed(*args: Any, **kwargs: Any) -> Any:
-        global _has_agreed
-        had_agreed, _has_agreed = _has_agreed, False
-        if had_agreed:  # what is saved is what a step has left that all ranks took
-            ep.raise_if_failed()
-        else:
-            agree("a checkpoint")
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check()
         return save(*args, **kwargs)
 
-    return agreed
+    return checked
+
+
+def _noted_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(norm)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        value = norm(*args, **kwargs)
+        _norms.append(value)
+        return value
+
+    return noted
+
+
+def _check_gradients(optimizer: MegatronOptimizer) -> None:
+    """Raises if the gradients are not finite because a call of megatron_ep has failed on some rank of the job."""
+    global _asks
+    if _are_finite(optimizer):
+        _asks = True
+        return
+    deadline = time.monotonic() + (ASK_S if _asks else 0.0)
+    while True:
+        failures.raise_if_known_to_have_failed()
+        told = _with_store(_read, ASK_S)
+        if told is not None:
+            raise ep.EPAbortError(
+                f"rank {told.rank} of the job failed before the optimizer's step, of which nothing is kept; its error: "
+                f"{codec.readable(told.cause)}"
+            )
+        if time.monotonic() > deadline:
+            break
+        time.sleep(ASK_EVERY_S)
+    if _asks:
+        _asks = False
+        log.warning("the gradients are not finite, and no rank tells of a failed call: the model's own values are not")
+
+
+def _are_finite(optimizer: MegatronOptimizer) -> bool:
+    """Whether the norm of the gradients is, or the gradients themselves where Megatron needs no norm."""
+    values = _norms or [
+        torch.stack([norm.to(norms[0].device) for norm in norms])
+        for norms in [torch._foreach_norm(list(_gradients(optimizer)), math.inf)]
+        if norms
+    ]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            _wait_for_stream(value)
+            if not bool(value.isfinite().all()):
+                return False
+        elif not math.isfinite(value):
+            return False
+    return True
+
+
+def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if each is not optimizer:
+            yield from _gradients(each)
+        elif not getattr(each, "is_stub_optimizer", False):
+            for parameter in each.get_parameters():
+                gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
+                if gradient is not None:
+                    yield getattr(gradient, "_local_tensor", gradient)
+
+
+def _wait_for_stream(value: torch.Tensor) -> None:
+    """Until a value on the GPU is there; raises if a failure is known before, for it may then never come."""
+    if value.device.type != "cuda":
+        return
+    event = torch.cuda.current_stream(value.device).record_event()
+    while not event.query():
+        failures.raise_if_known_to_have_failed()
+        time.sleep(1e-4)
+
+
+# ---- the store
+
+
+def _tell(cause: str) -> None:
+    """Writes a failure of this process to the store, in a thread: the store may not answer. From any thread."""
+    global _telling
+    if _telling is None and dist.is_initialized() and dist.get_world_size() > 1:
+        told = codec.encode(Told(dist.get_rank(), codec.readable(cause), time.time())).decode()
+        _telling = _in_thread(lambda store: store.set(KEY, told))
+
+
+def _withdraw() -> None:
+    """Takes back what was told: the buffers have been reset, and this rank goes on."""
+    global _telling
+    _telling = None
+    own = dist.get_rank()
+    _with_store(lambda store: (told := _read(store)) and told.rank == own and store.delete_key(KEY), TELL_S)
+
+
+def _read(store: dist.Store) -> Told | None:
+    if not store.check([KEY]):
+        return None
+    told: Told = codec.decode(store.get(KEY), Told)
+    return told if told.time > _started else None
+
+
+def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:
+    """What it returns; None where the store does not answer in time, or holds what no rank has told."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    results: list[T] = []
+    _in_thread(lambda store: results.append(work(store))).join(seconds)
+    return results[0] if results else None
+
+
+def _in_thread(work: Callable[[dist.Store], object]) -> threading.Thread:
+    """A thread that works with a connection of its own to the store, whose calls have no bound."""
+    store = _get_default_store()
+
+    def run() -> None:
+        try:
+            work(store.clone() if hasattr(store, "clone") else store)
+        except Exception as error:
+            log.debug("the store of torch.distributed: %s", error)
+
+    thread = threading.Thread(target=run, name="megatron_ep agreement", daemon=True)
+    thread.start()
+    return thread
+
+
+# ---- Megatron's names
 
 
 def _replace(owner: Any, name: str, made_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -123,8 +290,3 @@ def _subclasses(kind: type) -> set[type]:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _device() -> torch.device:
-    """Where the default group reduces, on the host if it can."""
-    return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")

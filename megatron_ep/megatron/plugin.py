@@ -2,8 +2,8 @@
 
 For frameworks whose layer specs one does not want to touch. `enable` replaces `MoELayer.__init__`, which decoder
 layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common, and what keeps results,
-so that all ranks agree before it does (`agreement`); `disable` puts everything back. Layers keep their class, names and
-parameters, so checkpoints stay the same.
+so that it looks for failed calls before (`agreement`); `disable` puts everything back. Layers keep their class, names
+and parameters, so checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _original: Callable[..., None] | None = None
 
 def enable(router: Callable[..., TopKRouter] | None = None) -> None:
     """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`, and no step and no
-    checkpoint of Megatron's takes what a failed call has left: all ranks end with an EPError instead.
+    checkpoint of Megatron's keeps what a failed call has left: it raises an EPError instead (`agreement`).
 
     A line (logger megatron_ep.megatron.announce, level INFO; `announce.show` prints it) says at the first step how many
     layers, and over which groups. Call it before the model is built; `megatron_ep.megatron.dispatcher.configure` sets
@@ -73,8 +73,8 @@ def is_enabled() -> bool:
 
 
 def disable() -> None:
-    """Layers built from now on are Megatron's own again, those that exist keep their dispatcher, and nobody is asked
-    before a step. Idempotent."""
+    """Layers built from now on are Megatron's own again, those that exist keep their dispatcher, and steps are
+    not checked. Idempotent."""
     global _original
     if _original is not None:
         agreement.disable()

@@ -106,9 +106,14 @@ def _overflowed() -> dict[RowLimit, RankGroup]:
 class _AllLimits:
     """What `megatron_ep.raise_if_failed` and the end of the process ask, for the limits of all layers at once."""
 
+    has_unseen_failure = False  # the GPU alone knows
+
     @property
     def is_open(self) -> bool:
         return bool(_running())
+
+    def raise_if_known_to_have_failed(self) -> None:
+        """The GPU alone knows."""
 
     def raise_if_failed(self) -> None:
         """Raises EPOverflowError, once for an overflow; the other ranks then get EPAbortError."""

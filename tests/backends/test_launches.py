@@ -100,6 +100,16 @@ def test_a_launch_that_does_not_end_is_told_to_those_who_wait(stream: Stream) ->
     backend.close()  # does not retire what graphs may replay, which waits for the launch
 
 
+def test_a_known_failure_ends_the_wait_for_what_follows_it(stream: Stream) -> None:
+    """A reduction of gradients behind it on the stream waits for the rank that did not come."""
+    backend, group = backend_of(None)
+    backend.launch(lambda number: None)
+    reports = itertools.chain([None] * 3, itertools.repeat(("timeout", 0)))
+    group.aborted = lambda: next(reports)
+    backend.finish_launches()
+    assert not any(event.query() for event in stream.events)
+
+
 def test_what_waits_before_a_launch_is_not_its_time(stream: Stream) -> None:
     backend, group = backend_of(TIMEOUT)
     backend.launch(lambda number: None)

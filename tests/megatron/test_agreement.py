@@ -1,5 +1,8 @@
-"""Nothing is kept, on any rank of the job, once a call has failed on one of them."""
+"""Nothing is kept, on any rank of the job, of a step that a failed call has reached."""
 
+import copy
+import logging
+import time
 from unittest import mock
 
 import pytest
@@ -17,14 +20,23 @@ from megatron_ep.megatron import agreement, plugin
 from megatron_ep.megatron.equivalence import join_layout
 
 
-def _optimizer():
-    """Megatron's, made of two, and the parameters."""
-    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+def _optimizer(clip_grad=0.0, parts=2, group=None):
+    """Megatron's, made of some or one alone, and its parameters."""
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(parts)]
     for parameter in parameters:
         parameter.main_grad = torch.ones(1)
-    config = OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.0)
-    parts = [FP32Optimizer(torch.optim.SGD([each], lr=1.0), config, lambda *_: None) for each in parameters]
-    return ChainedOptimizer(parts), parameters
+    config = OptimizerConfig(optimizer="adam", lr=1.0, clip_grad=clip_grad)
+    made = [FP32Optimizer(torch.optim.Adam([each], lr=1.0), config, lambda *_: None) for each in parameters]
+    for each in made:
+        each.grad_stats_parallel_group = group
+    return (ChainedOptimizer(made) if parts > 1 else made[0]), parameters
+
+
+def _state(optimizer, parameters):
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return copy.deepcopy(
+        ([each.detach() for each in parameters], [each.optimizer.state_dict()["state"] for each in parts])
+    )
 
 
 def _error_of(keep, *args):
@@ -35,14 +47,16 @@ def _error_of(keep, *args):
     return "kept"
 
 
-def _keep_after_a_failure():
-    """Ranks 0 and 1 exchange tokens, and ranks 2 and 3; a call of the latter fails."""
+def _keep_after_a_failure(clip_grad, parts, looks):
+    """Ranks 0 and 1 exchange tokens, and ranks 2 and 3; a call of the latter fails. Its NaN then reaches all, before
+    the latter have looked unless `looks`."""
     join_layout(1, 2)
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    optimizer, parameters = _optimizer()
+    group = groups[dist.get_rank() // 2]
+    optimizer, parameters = _optimizer(clip_grad, parts, group)
     with (
         mock.patch.object(dist_checkpointing, "save") as write,
-        ep.Buffer(groups[dist.get_rank() // 2], ep.Config(num_experts=4)) as buffer,
+        ep.Buffer(group, ep.Config(num_experts=4)) as buffer,
     ):
         plugin.enable()
         try:
@@ -51,48 +65,77 @@ def _keep_after_a_failure():
             if dist.get_rank() == 2:
                 buffer.abort("a test")
             dist.barrier()
-            said += [_error_of(optimizer.step), _error_of(dist_checkpointing.save)]
+            if looks:
+                said += [_error_of(optimizer.step), _error_of(dist_checkpointing.save)]
+            elif dist.get_rank() > 1:
+                time.sleep(1.0)
+            before = _state(optimizer, parameters)
+            parameters[-1].main_grad.fill_(torch.nan)
+            began = time.monotonic()
+            said.append(_error_of(optimizer.step))
+            seconds = time.monotonic() - began
+            same = all(map(torch.equal, before[0], _state(optimizer, parameters)[0]))
+            same &= str(before[1]) == str(_state(optimizer, parameters)[1])
+            dist.barrier()
+            buffer.reset()
+            parameters[-1].main_grad.fill_(1.0)
+            said.append(_error_of(optimizer.step))
         finally:
             plugin.disable()
-        return said, [parameter.item() for parameter in parameters], write.call_count
+        return said, same, seconds, write.call_count
 
 
-def test_a_failure_in_one_group_ends_the_step_and_the_checkpoint_of_all(four_ranks):
-    for rank, (said, values, writes) in enumerate(four_ranks.run(_keep_after_a_failure)):
-        assert said[:2] == ["kept", "kept"] and values == [0.0, 0.0] and writes == 1
-        if rank < 2:
-            assert said[2].startswith("EPAbortError: rank 3 of the job failed before the optimizer's step"), said
-            assert said[3].startswith("EPAbortError: rank 3 of the job failed before a checkpoint"), said
+@pytest.mark.parametrize(("clip_grad", "parts", "looks"), [(1.0, 2, True), (0.0, 1, False), (1.0, 1, False)])
+def test_what_a_failure_has_reached_is_kept_nowhere(four_ranks, clip_grad, parts, looks):
+    answers = four_ranks.run(_keep_after_a_failure, clip_grad, parts, looks)
+    for rank, (said, same, seconds, writes) in enumerate(answers):
+        assert said[:2] == ["kept", "kept"] and said[-1] == "kept"
+        assert same, "weights and the optimizer's state"
+        assert seconds < agreement.ASK_S
+        if rank < 2:  # what has not reached them they keep, and wait for no other rank
+            assert set(said[2:-2]) <= {"kept"} and writes == 1 + looks
+            assert said[-2].startswith("EPAbortError: rank "), said
+            assert (
+                "failed before the optimizer's step, of which nothing is kept; its error: rank 0 was told" in said[-2]
+            )
         else:
-            assert all(each.startswith("EPAbortError: rank 0 was told to stop: a test") for each in said[2:]), said
+            assert all(each.startswith("EPAbortError: rank 0 was told to stop: a test") for each in said[2:-1]), said
+            assert writes == 1
 
 
-def _count_agreements():
-    optimizer, _ = _optimizer()
-    counts = []
-    with mock.patch.object(dist_checkpointing, "save"):
-        agreement.enable()
-        agreement.enable()
-        try:
-            with mock.patch.object(agreement, "agree", wraps=agreement.agree) as agree:
-                for keep in (optimizer.step, dist_checkpointing.save, dist_checkpointing.save):
-                    keep()
-                    counts.append(agree.call_count)
-                agreement.disable()
+def _steps_of_some():
+    """Steps that ranks take as often as they like, with gradients that are not finite among them."""
+    join_layout(1, 2)
+    optimizer, parameters = _optimizer(parts=1)
+    agreement.enable()
+    agreement.enable()
+    warned = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    agreement.log.addHandler(handler)
+    try:
+        with mock.patch.object(agreement, "ASK_S", 0.3):
+            for _ in range(dist.get_rank()):
                 optimizer.step()
-                return [*counts, agree.call_count]
-        finally:
-            agreement.disable()
+            finite = parameters[0].item()
+            parameters[0].main_grad.fill_(torch.nan)
+            for _ in range(2):
+                optimizer.step()
+    finally:
+        agreement.log.removeHandler(handler)
+        agreement.disable()
+    return finite, parameters[0].item(), len(warned)
 
 
-def test_one_agreement_a_step_and_none_for_its_checkpoint(four_ranks):
-    assert four_ranks.run(_count_agreements) == [[1, 1, 2, 2]] * 4
+def test_a_rank_steps_as_often_as_it_likes_and_into_its_own_nan(four_ranks):
+    for rank, (finite, last, warnings) in enumerate(four_ranks.run(_steps_of_some)):
+        assert finite == pytest.approx(1.0 - rank, abs=1e-5) and last != last and warnings == 1
 
 
 @pytest.mark.usefixtures("no_other_buffers")
 def test_a_process_alone_asks_itself():
     with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
-        agreement.agree("a test's end")
+        agreement.check()
         cluster.abort("a test")
         with pytest.raises(ep.EPAbortError, match="was told to stop: a test"):
-            agreement.agree("a test's end")
+            agreement.check()

@@ -1,7 +1,10 @@
 """The ways into a model that somebody else builds: flags, the plugin, specs by name."""
 
+import atexit
+import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +18,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+import megatron_ep as ep
+from megatron_ep import pretrain
 from megatron_ep.megatron import dispatcher, flags, plugin, shared_buffers
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
@@ -259,3 +264,49 @@ assert torch.cuda.memory_stats()["anything"] == 0
 def test_what_the_host_answers_for_a_script_is_listed():
     done = subprocess.run([sys.executable, "-c", HOST_SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- the end of a process
+
+
+def _forked(work, capfd):
+    """The status and the error output of a process in which `work` runs while the end of the process would hang."""
+    pid = os.fork()
+    if pid == 0:
+        atexit._clear()
+        atexit.register(time.sleep, 60)
+        try:
+            work()
+        finally:
+            os._exit(77)
+    began = time.monotonic()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert time.monotonic() - began < 20
+    return status, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ep.EPTimeoutError, ep.EPStuckError])
+def test_a_failed_call_ends_the_process_though_its_end_would_hang(capfd, kind):
+    def work():
+        try:
+            raise kind("rank 0 timed out first")
+        except kind as error:
+            pretrain._end_process(error)
+
+    with mock.patch.object(pretrain, "EXIT_S", 0.2 if kind is ep.EPTimeoutError else 60.0):
+        status, text = _forked(work, capfd)
+    assert status == 1 and f"{kind.__name__}: rank 0 timed out first" in text
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_a_failure_that_no_call_raises_ends_the_process(capfd, is_raised):
+    def work():
+        pretrain._end_unless_raised("rank 0 timed out first")
+        time.sleep(1.0)
+
+    with (
+        mock.patch.object(pretrain, "RAISE_S", 0.1),
+        mock.patch.object(pretrain.failures, "has_unseen", lambda: not is_raised),
+    ):
+        status, text = _forked(work, capfd)
+    assert (status, "rank 0 timed out first" in text) == ((77, False) if is_raised else (1, True))
