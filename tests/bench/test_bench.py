@@ -119,13 +119,13 @@ def test_benchmarks_with_a_name(monkeypatch, name):
     assert bench.main([name, "--tokens", "1"]) == (name, ["--tokens", "1"])
 
 
-def test_the_agreement_before_a_step(tmp_path, capsys):
+def test_the_check_before_a_step(tmp_path, capsys):
     pytest.importorskip("megatron.core")
     file = tmp_path / "agreement.json"
     rounds = ("--iters", "2", "--warmup", "1", "--json", str(file))
     assert bench.main(["agreement", "--ranks", "2", *rounds]) == 0
     records = json.loads(file.read_text())["records"]
-    assert [(record["ranks"], record["implementation"]) for record in records] == [(2, "asks"), (2, "agrees")]
+    assert [(record["ranks"], record["implementation"]) for record in records] == [(2, "checks"), (2, "reduces")]
     assert all(record["seconds"] > 0 for record in records) and "2 ranks" in capsys.readouterr().out
 
 
