@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc)
 # Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
 ALONE := env -u MAKEFLAGS
 
-.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants aarch64 clean
+.PHONY: install native demo test nightly docs wheel lint format tsan fuzz mutants aarch64 clean
 .PHONY: cuda-check cuda-check-oldest cuda-check-newest cuda-check-12.4 cuda-check-12.9 cuda-check-13.5
 
 install: $(VENV)/stamp-test ## everything that the targets below need
@@ -26,12 +26,12 @@ PYTEST_N = -n 3 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) $(PYTEST_ARGS)
 ifndef PYTEST_ARGS # torch takes its kernels by the CPU: what compares floating-point results must hold with the plainest too
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m numerical
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m "numerical and not nightly"
 endif
 
-# With a tree of Megatron-LM (CONTRIBUTING.md says where it is looked for). About half an hour on two cores.
-layouts: $(VENV)/stamp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts tests/training/test_pretrain.py
+# What `make test` leaves out; CONTRIBUTING.md names it. About an hour on two cores.
+nightly: $(VENV)/stamp-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) -m nightly
 
 # A warning is an error: a link that leads nowhere, a docstring that does not parse.
 docs: $(VENV)/stamp-docs ## the site, build/site/index.html
@@ -106,7 +106,7 @@ fuzz: $(VENV)/stamp-test
 # Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail, and without what watches a card a program of the host. About a quarter of an hour of one core.
 mutants: JOBS ?= $(shell nproc)
 mutants: $(VENV)/stamp-test
-	$(ALONE) cmake --build $(BUILD) --target simt send_queue -j $(JOBS)
+	$(ALONE) cmake --build $(BUILD) --target simt nightly -j $(JOBS)
 	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
 # In a folder of its own: with the sums of all types, of which an extension has few unless it is asked for them.

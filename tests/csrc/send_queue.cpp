@@ -616,10 +616,11 @@ int main(int argc, char** argv) {
     ep::check_goodbye();
     ep::check_held_additions();
     ep::check_unordered();
-    ep::run_rounds(70'000);
-    for (uint64_t seed = 0; seed < 1'000; ++seed)
+    const int share = argc == 2 && std::string(argv[1]) == "all" ? 10 : 1;  // of ten
+    ep::run_rounds(7'000 * share);
+    for (uint64_t seed = 0; seed < 100u * share; ++seed)
         ep::run_rounds(20, seed, 1 + static_cast<int>(seed % 4));
-    for (uint64_t seed = 0; seed < 500; ++seed)
+    for (uint64_t seed = 0; seed < 50u * share; ++seed)
         ep::run_rounds(20, seed % 2 ? std::optional(seed) : std::nullopt,
                        1 + static_cast<int>(seed % 4), {}, seed);
     std::puts("every signal came after its puts");

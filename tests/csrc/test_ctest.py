@@ -4,6 +4,9 @@ import cpp
 import pytest
 
 
-@pytest.mark.parametrize("label", ["numbering", "send_queue", "cuda_host", "simt", "schedules", "steps"])
+LABELS = ["numbering", "send_queue", "cuda_host", "simt", "schedules", "steps"]
+
+
+@pytest.mark.parametrize("label", [*LABELS, pytest.param("nightly", marks=pytest.mark.nightly)])
 def test_cpp(label: str) -> None:
     cpp.run_tests(label)

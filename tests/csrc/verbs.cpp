@@ -602,8 +602,9 @@ void check_invitations(Fake& fake) {
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    const bool is_direct = argc == 3 && std::string(argv[2]) == "direct";
-    if (argc != 2 && !is_direct) return 2;
+    const bool is_all = argc > 2 && std::string(argv[argc - 1]) == "all";
+    const bool is_direct = argc > 2 && std::string(argv[2]) == "direct";
+    if (argc != 2 + is_all + is_direct) return 2;
     ep::Fake fake(argv[1], is_direct);
     if (is_direct) {
         ep::check_rings(fake);
@@ -630,8 +631,9 @@ int main(int argc, char** argv) {
     ep::check_short_break(fake);
     ep::check_fork(fake);
     // with a card's own queue 70,000 entries, whose numbers have 16 bits
-    ep::run_rounds(is_direct ? 35'000 : 20'000, std::nullopt, 1, fake.cards());
-    for (uint64_t seed = 1; seed <= 200; ++seed) {
+    const int share = is_all ? 10 : 1;  // of ten
+    ep::run_rounds((is_direct ? 3'500 : 2'000) * share, std::nullopt, 1, fake.cards());
+    for (uint64_t seed = 1; seed <= 20u * share; ++seed) {
         const auto late = fake.with("seed", static_cast<long long>(seed), 0);
         const int stripes = is_direct ? 1 : 1 + static_cast<int>(seed % 4);
         ep::run_rounds(20, seed, stripes, fake.cards());

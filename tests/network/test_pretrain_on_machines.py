@@ -12,6 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 TREE = megatron_trees.INSTALLED
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not())),
 ]

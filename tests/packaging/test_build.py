@@ -96,6 +96,7 @@ def test_extension_links_neither_torch_nor_a_driver() -> None:
     assert not [line for line in needed if any(name in line for name in ("torch", "c10", "libcuda", "libpython"))]
 
 
+@pytest.mark.nightly
 def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     status, output = build(tree)
     assert status == 0, output
@@ -116,6 +117,7 @@ def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     assert imported.returncode == 0, imported.stderr
 
 
+@pytest.mark.nightly
 def test_compile_error_fails_the_build_and_is_shown(tree: Path) -> None:
     (tree / "csrc/fabric/fabric.cpp").write_text("int unrelated() { return undeclared; }\n")
     status, output = build(tree)
@@ -123,11 +125,13 @@ def test_compile_error_fails_the_build_and_is_shown(tree: Path) -> None:
     assert "undeclared" in output
 
 
+@pytest.mark.nightly
 def test_function_without_its_return_is_an_error(tree: Path) -> None:
     (tree / "csrc/fabric/fabric.cpp").write_text("int unrelated() {}\n")
     assert build(tree)[0] != 0
 
 
+@pytest.mark.nightly
 def test_compilers_that_cannot_build_are_named(tree: Path) -> None:
     for compiler, found in (
         (str(tree / "missing"), "no such file or directory"),
@@ -142,6 +146,7 @@ def test_compilers_that_cannot_build_are_named(tree: Path) -> None:
         assert found in said.lower()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_types_that_are_not_summed_are_named(tree: Path) -> None:
     status, output = build(tree, MEGATRON_EP_CUDA="1", MEGATRON_EP_ARCHITECTURES="90", MEGATRON_EP_DTYPES="fp16;int8")
@@ -149,6 +154,7 @@ def test_types_that_are_not_summed_are_named(tree: Path) -> None:
     assert "MEGATRON_EP_DTYPES is 'fp16;int8', must be all, or some of bf16;fp16;fp32;fp64" in " ".join(output.split())
 
 
+@pytest.mark.nightly
 def test_another_compiler_for_the_same_folder_is_refused(tree: Path) -> None:
     assert build(tree, CXX=script(tree / "mine", 'exec g++ "$@"'))[0] == 0
     status, output = build(tree, CXX=script(tree / "yours", 'exec g++ "$@"'))
@@ -156,6 +162,7 @@ def test_another_compiler_for_the_same_folder_is_refused(tree: Path) -> None:
     assert "remove that folder to change the compiler" in " ".join(output.split())
 
 
+@pytest.mark.nightly
 def test_a_compiler_of_two_words(tree: Path) -> None:
     cache = script(tree / "cache", 'exec "$@"')
     status, output = build(tree, CXX=f"{cache} g++")

@@ -12,6 +12,7 @@ from megatron_ep.simulate import Case, Machine, predict
 AS_GOOD = 1.03
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nodes", [8, 32])
 def test_more_sms_are_hardly_faster(nodes):
     """Of 8 to 24 SMs 24 are the fastest by these constants, whose network card nobody has measured."""

@@ -20,6 +20,7 @@ def notify(case):
     return max(found["ends"]) / 1e3, mode
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nodes", [64, 128, 256])
 def test_many_nodes_take_a_fraction_of_a_dispatch(nodes):
     topology = Topology(nodes, 8)

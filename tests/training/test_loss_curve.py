@@ -23,7 +23,7 @@ from megatron_ep.megatron.shared_buffers import close_buffers
 from megatron_ep.training import data, recipe
 from megatron_ep.training.model import build_model, build_optimizer
 
-pytestmark = pytest.mark.numerical
+pytestmark = [pytest.mark.numerical, pytest.mark.nightly]
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
 SMALLER = ("train.global_batch_size=4", "train.micro_batch_size=1")

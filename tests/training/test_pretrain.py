@@ -130,7 +130,7 @@ def test_a_few_layouts(runs, name):
     check_layout(runs, name, FEW[name])
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 def test_every_layout(runs, name):
     check_layout(runs, name, ALL[name])

@@ -88,6 +88,7 @@ def test_resuming_something_else_names_the_difference(trained, cache):
     assert len(rows(out)) == STEPS
 
 
+@pytest.mark.nightly
 def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, run, tmp_path):
     """Two steps, in which a token whose expert rounding decides cannot move the mean this far; see test_loss_curve."""
     out = tmp_path / "alltoall"
@@ -126,6 +127,7 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     out = tmp_path / "run"
     process = start(cache, out, "--set", "topology.nodes=1")
@@ -136,6 +138,7 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.nightly
 def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -167,6 +170,7 @@ def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_p
     assert all(mine["seconds"] != other["seconds"] for mine, other in zip(again, before, strict=True)), "trained again"
 
 
+@pytest.mark.nightly
 def test_slurm_tasks_find_each_other(trained, forks, cache, tmp_path):
     port = free_port()
     variables = {
