@@ -3,7 +3,6 @@
 import cpp
 import pytest
 
-
 LABELS = ["numbering", "send_queue", "cuda_host", "simt", "schedules", "steps"]
 
 
