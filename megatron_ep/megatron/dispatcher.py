@@ -26,6 +26,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
+from megatron_ep.megatron.replays import Layout, Replays, recomputes, unread_combine
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -105,6 +106,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
         self.trusts_router = False  # to choose at most moe_router_topk experts for a token
+        self.may_skip_combine = False  # in a replay, whose result the layer does not read
+        self._replays = Replays() if recomputes(config) else None
+        self._layout: Layout | None = None  # of this pass and its replay
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
         self.split_rows: torch.Tensor | None = None
@@ -198,6 +202,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
+        weights = self._recognize_replay(hidden_states, weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -262,7 +267,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if row_probs is not None:
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
         hidden_states = hidden_states.contiguous()
-        if isinstance(handle, ep.Handle):
+        if self._is_replay and self.may_skip_combine:
+            assert isinstance(handle, ep.Handle), "a replay has that of its forward pass"
+            output = unread_combine(hidden_states, handle, row_probs)
+        elif isinstance(handle, ep.Handle):
             output = ep.combine(hidden_states, handle, row_probs)
         else:
             assert self._low_latency is not None, "it made the handle"
@@ -288,6 +296,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
     ) -> ep.Received:
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
+        self._is_replay = False
         as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
         most = self.options.moe_low_latency_max_tokens
         if most is not None:  # made by the first step, which is in no CUDA graph
@@ -297,6 +306,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 arrival = decoding.Arrival(capacity, as_float8=as_float8, clear=clear)
                 return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, arrival)
         of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
+        forward_dtype = torch.float8_e4m3fn if as_float8 else None
+        if self._layout is not None and self._layout.handle is not None and self._layout.handle.group is of_buffer:
+            self._is_replay = True
+            return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
         if not is_traced:  # what to expect is what this layer had last time, not the one before it
             of_buffer.last_counts = self._last_counts
         received = ep.dispatch(
@@ -307,11 +320,33 @@ class EPTokenDispatcher(MoETokenDispatcher):
             expert_alignment=self.alignment if capacity is None else 1,
             expert_capacity=capacity,
             max_recv_tokens=max_rows,
-            forward_dtype=torch.float8_e4m3fn if as_float8 else None,
+            forward_dtype=forward_dtype,
         )
         if not is_traced:
             self._last_counts = of_buffer.last_counts
+        if self._layout is not None:
+            self._layout.handle = received.handle
         return received
+
+    def _recognize_replay(self, hidden_states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All that decides is
+        the same on all ranks, as a rank that asked for counts would wait in vain for those that do not.
+
+        Returns:
+            The weights; NaN where the router has not chosen as in the forward pass.
+        """
+        self._layout = None
+        is_even = self.trusts_router and self.num_choices == self.config.moe_router_topk  # no token is split
+        if self._replays is None or not is_even or torch.compiler.is_compiling():
+            return weights
+        assert self.topk_idx is not None
+        if not torch.is_grad_enabled():
+            self._layout = self._replays.note(hidden_states, self.topk_idx)
+            return weights
+        self._layout = self._replays.take(hidden_states)
+        if self._layout is None:
+            return weights
+        return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
 
     def _decodes(self, max_tokens: int) -> bool:
         """Whether this step takes the low-latency mode. Ranks that differ in it would wait for each other in vain, so

@@ -95,6 +95,9 @@ def initialize(
     )
     # Their choices have at most moe_router_topk experts; what others make is measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
+    # A projection behind combine needs its input for its weights, and of other layers it is not known.
+    is_known = type(layer) in (MoELayer, EPMoELayer)
+    layer.token_dispatcher.may_skip_combine = is_known and not getattr(config, "moe_latent_size", None)
     factor = layer.token_dispatcher.options.moe_expert_rank_capacity_factor
     if factor is not None and _needs_host_counts(layer.experts, config):
         raise ValueError(
