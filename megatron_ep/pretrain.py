@@ -11,20 +11,27 @@ import argparse
 import atexit
 import faulthandler
 import importlib.util
+import json
 import os
 import runpy
+import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ep.config import SETTING_NAMES, config_of
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError, EPStuckError
 from megatron_ep.megatron.options import NAMES, Options
 
+if TYPE_CHECKING:
+    from megatron_ep.megatron.flags import Translation
+
 EXIT_S = 2.0  # seconds that the handlers of the process's end may take after a failed call
+PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine, which refuse what its first rank does
 RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
 
@@ -69,7 +76,7 @@ assert {*OPTIONS} == {*NAMES}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script in this process, as rank RANK of WORLD_SIZE; ends it with status 2 for a user's mistake."""
-    options = _parser().parse_args(argv)
+    options, moved = _options(sys.argv[1:] if argv is None else argv)
     from megatron_ep.backends import job
 
     script = Path(options.script)
@@ -78,24 +85,83 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, str(script.parent.resolve()))  # its Megatron comes before an installed one
     try:
         job.adopt()
-        arguments, settings = _checked(options)
+        arguments, settings, notes = _checked(options, moved)
     except ValueError as error:
         _refuse(str(error))
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"megatron_ep: {note}", flush=True)
     _enable(options, arguments, settings)
     _run(script, arguments)
 
 
-def _checked(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    """The script's arguments, and the settings and options that are given. Raises ValueError."""
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What is given, also behind the script, and a line for each option that stands there."""
+    options = _parser().parse_args(argv)
+    behind = _Parser(add_help=False, allow_abbrev=False)
+    flags = _add_options(behind)
+    moved = [word.partition("=")[0] for word in options.arguments]
+    moved = [f"{flag}: taken, though it stands behind the script" for flag in moved if flag in flags]
+    _, options.arguments = behind.parse_known_args(options.arguments, options)
+    return options, moved
+
+
+def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[list[str], dict[str, Any], list[str]]:
+    """The script's arguments, the settings and options that are given, and a line for each flag that is translated.
+
+    Raises:
+        ValueError: all that is wrong, and the corrected command.
+    """
     from megatron_ep.megatron import flags
 
-    arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
     given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
     settings = {name: value for name, value in given.items() if value is not None}
-    config_of(1, {name: value for name, value in settings.items() if name in SETTINGS})
-    Options(**{name: value for name, value in settings.items() if name in OPTIONS})
-    timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
-    return arguments, settings if timeout is None else {**settings, "timeout": timeout}
+    found = flags.translated(options.arguments, options.ep_router == "fused", settings.get("num_sms"))
+    notes = [*moved, *found.notes]
+    wrong = found.refusals + [f"--ep-strict: {note}" for note in notes if options.ep_strict]
+    correction = _command(options, found) if wrong else None
+    checks: list[Callable[[], object]] = [
+        lambda: config_of(1, {name: value for name, value in settings.items() if name in SETTINGS}),
+        lambda: Options(**{name: value for name, value in settings.items() if name in OPTIONS}),
+        lambda: flags.fitting_timeout(found.arguments, settings.get("timeout")),
+        *([] if options.ep_host else [_require_gpu]),
+    ]
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n  ".join(wrong) + (f"\ncorrected: {correction}" if correction else ""))
+    timeout = flags.fitting_timeout(found.arguments, settings.get("timeout"))
+    for name, value in (("num_sms", found.num_sms), ("timeout", timeout)):
+        if value is not None:
+            settings[name] = value
+    return found.arguments, settings, notes
+
+
+def _require_gpu() -> None:
+    """Raises ValueError if there is none that this build can use."""
+    import torch
+
+    from megatron_ep.backends import cuda
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} finds no GPU on this machine; --ep-host runs without one")
+    cuda.check_device("cuda:0")
+
+
+def _command(options: argparse.Namespace, found: Translation) -> str:
+    """The command without what was refused, and with what was translated."""
+    given = vars(options) | ({} if found.fused_router else {"ep_router": "megatron"})
+    if found.num_sms is not None:
+        given["ep_num_sms"] = found.num_sms
+    words = ["python", "-m", "megatron_ep.pretrain"]
+    for name, value in given.items():
+        is_switch = isinstance(value, bool) and name != "ep_local_pass"
+        if name.startswith("ep_") and value is not None and value != "megatron" and not (is_switch and not value):
+            words += [f"--{name.replace('_', '-')}", *([] if is_switch else [str(value).lower()])]
+    return shlex.join([*words, options.script, *found.arguments])
 
 
 def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[str, Any]) -> None:
@@ -185,13 +251,26 @@ def _end_unless_raised(cause: str) -> None:
     timer.start()
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _refuse(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "python -m megatron_ep.pretrain",
         description="Runs a training script of Megatron's with this project's token dispatcher in every MoE layer.",
         epilog="example: torchrun --nproc-per-node 8 -m megatron_ep.pretrain --ep-num-sms 16 pretrain_gpt.py ...",
         allow_abbrev=False,
     )
+    _add_options(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Their flags."""
     parser.add_argument(
         "--ep-router",
         choices=("megatron", "fused"),
@@ -209,17 +288,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="receives how many tokens each router sends to each expert, for megatron-ep balance",
     )
+    parser.add_argument(
+        "--ep-strict", action="store_true", help="refuse flags of the script that would be translated or have no effect"
+    )
     for name, (kind, metavar, text) in SETTINGS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     for name, (how, text) in OPTIONS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", help=text, **how)
-    parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script")
-    return parser
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--ep-")]
 
 
-def _refuse(message: str) -> Any:
-    print(f"megatron_ep.pretrain: {message}", file=sys.stderr)
+def _refuse(message: str) -> NoReturn:
+    text = f"megatron_ep.pretrain: {message}"
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:  # what torchrun's last lines quote, of the rank that ended first
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(PATIENCE_S)
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 

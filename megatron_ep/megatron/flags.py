@@ -1,10 +1,14 @@
-"""Flags of Megatron's training scripts that concern the dispatcher: what must be set, and what contradicts it."""
+"""Flags of Megatron's training scripts that concern the dispatcher: what is translated, has no effect, or is refused.
+All others are taken as they are; docs/megatron.md has the whole table.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ep.config import TIMEOUT_VARIABLE, Config
 
@@ -12,9 +16,35 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
+NUM_SMS = ("--moe-flex-dispatcher-num-sms", "--moe-hybridep-num-sms", "--moe-deepep-num-sms")  # the first wins
 ROUTER_FUSION = "--moe-router-fusion"
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
-MEGATRON_FSDP = "--use-megatron-fsdp"
+DEVICE_COUNTS = ("--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
+GROUPED = "no effect here: rows arrive grouped by expert"
+BUFFERS = "no effect here: it sets up buffers of NCCL EP"
+SWITCHES_WITHOUT_EFFECT = {
+    "--moe-permute-fusion": GROUPED,
+    "--moe-permute-fusion-into-hybridep": GROUPED,
+    "--moe-hybridep-pad-uneven-dispatch-inputs": "no effect here: ranks may have different numbers of tokens",
+    "--moe-ncclep-static-shape": f"{BUFFERS}; {RANK_CAPACITY} makes shapes static",
+    "--moe-ncclep-zero-copy": BUFFERS,
+}
+VALUES_WITHOUT_EFFECT = {
+    "--moe-hybridep-num-blocks-permute": GROUPED,
+    "--moe-hybridep-num-blocks-unpermute": GROUPED,
+    "--moe-hybridep-num-sms-preprocessing": "no effect here: there is no preprocessing kernel",
+}
+MXFP8 = "mxfp8 rows are not supported, and others give other numbers"
+REFUSED_SWITCHES = {"--use-megatron-fsdp": "has never run with this dispatcher"}
+REFUSED_VALUES = {  # None: whatever the value
+    "--moe-megakernel-backend": (None, "its kernels compute the whole MoE layer, and no dispatcher would run"),
+    "--moe-dispatch-fwd-dtype": ("mxfp8", MXFP8),
+    "--moe-combine-bwd-dtype": ("mxfp8", MXFP8),
+}
+REFUSED_BY_FUSED_ROUTER = {
+    "--moe-router-load-balancing-type": ("sinkhorn", "quantile_balancing"),
+    "--moe-router-score-function": ("sqrtsoftplus",),
+}
 RESTART = "--inprocess-restart"
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's own default
@@ -22,63 +52,129 @@ GROUP_TIMEOUT = "--distributed-timeout-minutes"
 GROUP_TIMEOUT_MIN = 10.0  # likewise
 # For one wait, which begins after the last sign of life and whose report takes a while.
 SHARE_OF_SOFT_TIMEOUT = 0.75
-# They set up dispatchers that never run here: to take them and do nothing would be a lie.
-OF_OTHERS = {
-    "--moe-deepep-num-sms": "--ep-num-sms",
-    "--moe-hybridep-num-sms": "--ep-num-sms",
-    "--moe-flex-dispatcher-num-sms": "--ep-num-sms",
-}
 
 
-def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> list[str]:
-    """The arguments of a training script, completed by what Megatron must be told about the dispatcher.
+@dataclass
+class Translation:
+    """A training script's flags in this project's terms.
 
-    Megatron is to believe in "alltoall", or, with 1F1B overlap or its own rank capacity, "flex" with "hybridep": by
-    this it decides what to validate and which rows it may free early.
+    arguments: of the script, with what Megatron must be told about the dispatcher, and without what is refused.
+    num_sms: what the script's flags say about Config.num_sms; None: nothing, or the user's own setting wins.
+    fused_router: whether this project's router can run.
+    notes: a line for each flag that is translated or has no effect.
+    refusals: a line for each flag that would change a number or a promise.
+    """
+
+    arguments: list[str]
+    num_sms: int | None
+    fused_router: bool
+    notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: int | None = None) -> Translation:
+    """The arguments of a training script as this dispatcher takes them.
+
+    Megatron is told "alltoall", or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
+    capacity: by this it decides what to validate and which rows it may free early.
 
     Args:
         arguments: of the script, without its name.
         fused_router: whether this project's router replaces Megatron's.
+        num_sms: the user's own Config.num_sms.
 
     Raises:
-        ValueError: a flag contradicts; names it.
+        ValueError: a flag has no value.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OVERLAP, action="store_true")
-    parser.add_argument(DEEPEP, action="store_true")
-    parser.add_argument(ROUTER_FUSION, action="store_true")
-    parser.add_argument(MEGATRON_FSDP, action="store_true")
-    for flag in (TYPE, BACKEND, RANK_CAPACITY, *OF_OTHERS):
-        parser.add_argument(flag, dest=flag)
-    given, _ = parser.parse_known_args(arguments)
-    chosen, backend = getattr(given, TYPE), getattr(given, BACKEND)
+    given, rest = _parsed(
+        arguments,
+        switches=(DEEPEP, *SWITCHES_WITHOUT_EFFECT, *REFUSED_SWITCHES),
+        values=(TYPE, BACKEND, *NUM_SMS, *VALUES_WITHOUT_EFFECT),
+    )
+    read, _ = _parsed(
+        rest,
+        switches=(OVERLAP, ROUTER_FUSION, *DEVICE_COUNTS),
+        values=(RANK_CAPACITY, *REFUSED_VALUES),
+        lists=tuple(REFUSED_BY_FUSED_ROUTER),
+    )
+    result = Translation(rest, None, fused_router)
+    dropped = []
+    for flag, why in REFUSED_SWITCHES.items():
+        if given[flag]:
+            result.refusals.append(f"{flag} {why}: leave it out")
+    for flag, (value, why) in REFUSED_VALUES.items():
+        if read[flag] is not None and value in (None, read[flag]):
+            result.refusals.append(f"{flag} is {read[flag]}: {why}: leave it out")
+            dropped.append(flag)
+    if fused_router:
+        for flag, values in REFUSED_BY_FUSED_ROUTER.items():
+            for value in set(values).intersection(read[flag] or ()):
+                result.refusals.append(f"{flag} is {value}, which --ep-router fused does not have: leave that out")
+                result.fused_router = False
+        if result.fused_router and read[ROUTER_FUSION]:
+            result.notes.append(f"{ROUTER_FUSION}: no effect here: --ep-router fused takes the router's place")
+            dropped.append(ROUTER_FUSION)
 
-    for flag, ours in OF_OTHERS.items():
-        if getattr(given, flag) is not None:
-            raise ValueError(f"{flag} sets up another dispatcher; leave it out, {ours} sets up this one")
-    if given.moe_enable_deepep:
-        raise ValueError(f"{DEEPEP} asks for another dispatcher; leave it out")
-    if given.use_megatron_fsdp:
-        raise ValueError(f"{MEGATRON_FSDP} has never run with this dispatcher; leave it out")
-    if fused_router and given.moe_router_fusion:
-        raise ValueError(f"{ROUTER_FUSION} asks for Transformer Engine's router, --ep-router fused for another one")
-    reasons = {
-        OVERLAP: given.overlap_moe_expert_parallel_comm,
-        RANK_CAPACITY: getattr(given, RANK_CAPACITY) is not None,
-    }
-    needs_flex = [flag for flag, is_given in reasons.items() if is_given]
-    allowed = ("flex",) if needs_flex else ("alltoall", "flex")
-    if chosen is not None and chosen not in allowed:
-        why = f" with {needs_flex[0]}" if needs_flex else ""
-        raise ValueError(f"{TYPE} is {chosen}{why}; leave it out, or give {' or '.join(allowed)}")
-    if backend is not None and backend != "hybridep":
-        raise ValueError(f"{BACKEND} is {backend}, which asks for another dispatcher; leave it out, or give hybridep")
-    if chosen is None:
-        chosen = "flex" if needs_flex or backend is not None else "alltoall"
-    flags = [TYPE, chosen]
-    if chosen == "flex":
-        flags += [BACKEND, "hybridep"]
-    return [*arguments, *flags]
+    if given[BACKEND] == "ncclep" and read[RANK_CAPACITY] is not None and not any(read[flag] for flag in DEVICE_COUNTS):
+        result.notes.append(f"{RANK_CAPACITY} {read[RANK_CAPACITY]}: {BUFFERS}, and here all rows have room")
+        dropped.append(RANK_CAPACITY)
+        read[RANK_CAPACITY] = None
+    is_flex = given[DEEPEP] or (given[BACKEND] if given[TYPE] is None else given[TYPE] == "flex")
+    needs_flex = read[OVERLAP] or read[RANK_CAPACITY] is not None
+    declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex else {TYPE: "alltoall"}
+    for flag, value in {TYPE: given[TYPE], BACKEND: given[BACKEND]}.items():
+        if value is not None and value != declared.get(flag):
+            told = f", and Megatron is told {declared[flag]}" if flag in declared else ""
+            result.notes.append(f"{flag} {value}: this project's dispatcher runs{told}")
+    if given[DEEPEP]:
+        result.notes.append(f"{DEEPEP}: this project's dispatcher runs")
+    for flags, why_of in (
+        ([flag for flag in SWITCHES_WITHOUT_EFFECT if given[flag]], SWITCHES_WITHOUT_EFFECT),
+        ([flag for flag in VALUES_WITHOUT_EFFECT if given[flag] is not None], VALUES_WITHOUT_EFFECT),
+    ):
+        result.notes += [f"{flag}: {why_of[flag]}" for flag in flags]
+    for flag in NUM_SMS:
+        if given[flag] is not None:
+            _take_num_sms(result, flag, given[flag], num_sms)
+
+    if dropped:
+        switches = [flag for flag in dropped if flag == ROUTER_FUSION]
+        result.arguments = _parsed(rest, switches, [flag for flag in dropped if flag not in switches])[1]
+    result.arguments += [word for pair in declared.items() for word in pair]
+    return result
+
+
+def _take_num_sms(result: Translation, flag: str, text: str, own: int | None) -> None:
+    if own is not None or result.num_sms is not None:
+        winner = "--ep-num-sms" if own is not None else NUM_SMS[0]
+        result.notes.append(f"{flag} {text}: no effect here: {winner} is given")
+        return
+    try:
+        value = int(text)
+        Config(num_experts=1, num_sms=value)
+    except ValueError as error:
+        result.refusals.append(f"{flag} is {text}: {error}")
+        return
+    result.num_sms = value
+    result.notes.append(f"{flag} {text}: taken as --ep-num-sms {text}")
+
+
+def _parsed(
+    arguments: Sequence[str], switches: Sequence[str] = (), values: Sequence[str] = (), lists: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """What these flags are among the arguments (False or None where absent), and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in switches:
+        parser.add_argument(flag, dest=flag, action="store_true")
+    for flag in values:
+        parser.add_argument(flag, dest=flag)
+    for flag in lists:
+        parser.add_argument(flag, dest=flag, nargs="+")
+    try:
+        given, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    return vars(given), rest
 
 
 def has_restarter(arguments: Sequence[str]) -> bool:

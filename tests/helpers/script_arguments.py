@@ -1,6 +1,8 @@
-"""`python script_arguments.py TREE RECIPE...`: each recipe's flags through the parser, the validator and the model's
-configuration of a Megatron-LM tree, for rank 0 of the recipe's ranks. Prints a line of figures for each."""
+"""`python script_arguments.py TREE RECIPE...`: flags of recipes and public scripts through the parser, the validator
+and the model's configuration of a Megatron-LM tree, for rank 0 of their ranks. Prints a line of figures for each, and
+all flags that the parser has."""
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -35,6 +37,8 @@ def main(tree, *paths):
     from megatron_ep.megatron.stand_ins import host_script
 
     host_script.enable()
+    import public_flags
+    from megatron.core import __version__ as core_version
     from megatron.core import utils
     from megatron.training import arguments
     from packaging.version import Version
@@ -42,17 +46,37 @@ def main(tree, *paths):
     from megatron_ep.megatron.dispatcher import _expert_alignment
     from megatron_ep.training import script_flags, script_recipe
 
-    for path in paths:
-        recipe = script_recipe.load(path)
-        if recipe.precision.fp8_format and importlib.util.find_spec("transformer_engine") is None:
+    def configured(words, world, is_fp8):
+        if is_fp8 and importlib.util.find_spec("transformer_engine") is None:
             utils.get_te_version = lambda: Version("2.9")  # Megatron asks for its version
-        os.environ |= {"RANK": "0", "WORLD_SIZE": str(recipe.topology.world_size), "LOCAL_RANK": "0"}
-        os.environ |= script_flags.environment(recipe)
-        words = flags.with_dispatcher(script_flags.flags(recipe))
-        sys.argv = ["pretrain_gpt.py", *words, "--no-rope-fusion"]  # it is Transformer Engine's, which is not here
+        os.environ |= {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+        # Fused rotary embeddings are Transformer Engine's, which is not here.
+        sys.argv = ["pretrain_gpt.py", *flags.translated(words).arguments, "--no-rope-fusion"]
         args = arguments.parse_args()
         arguments.validate_args(args, {})
-        config = arguments.core_transformer_config_from_args(args)
+        return args, arguments.core_transformer_config_from_args(args)
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    print("FLAGS", "-", [flag for action in parser._actions for flag in action.option_strings], flush=True)
+    for name, public in public_flags.PUBLIC.items():
+        if Version(core_version).release < Version(public.since).release:
+            continue
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32" if flags.OVERLAP in public.flags else "1"}
+        words = [*public.flags, *public_flags.DATA.split()]
+        args, config = configured(words, public.world, True)
+        figures = {
+            "dispatcher": config.moe_token_dispatcher_type,
+            "backend": config.moe_flex_dispatcher_backend,
+            "overlap": config.overlap_moe_expert_parallel_comm,
+            "experts": config.num_moe_experts,
+            "expert_parallel": config.expert_model_parallel_size,
+        }
+        print("PUBLIC", name, figures, flush=True)
+    for path in paths:
+        recipe = script_recipe.load(path)
+        os.environ |= script_flags.environment(recipe)
+        is_fp8 = bool(recipe.precision.fp8_format)
+        args, config = configured(script_flags.flags(recipe), recipe.topology.world_size, is_fp8)
         figures = {
             "layers": config.num_layers,
             "experts": config.num_moe_experts,

@@ -7,14 +7,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from layouts import ADAM, ALL, FEW, MODEL, Layout
+from public_flags import PUBLIC
 from script_ranks import STALLED, Scripts
 
 from megatron_ep.balance import trace
+from megatron_ep.megatron import flags
 
 pytestmark = [
     pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
+FEW_PUBLIC = ("bridge/qwen3_30b_blackwell", "slime/kimi_k2")  # of the others `make layouts`
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
 CONTINUE = (*SAVE, "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "2")
 
@@ -134,6 +137,32 @@ def test_a_few_layouts(runs, name):
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 def test_every_layout(runs, name):
     check_layout(runs, name, ALL[name])
+
+
+def check_public(runs, name):
+    words = PUBLIC[name].host_flags
+    ours = runs.scripts.run(f"{name}/ours", 4, *ADAM.split(), *words, "--train-iters", "2")
+    assert {kind for rank in ours for kind in rank["dispatchers"]} == {"EPTokenDispatcher"}
+    found = flags.translated(words)
+    for note in found.notes:
+        assert f"megatron_ep: {note}" in runs.scripts.text(f"{name}/ours").splitlines()
+    assert not any("megatron_ep: --moe" in runs.scripts.text(f"{name}/ours", rank) for rank in (1, 2, 3))
+    own, kind = ("allgather", "MoEAllGather") if "allgather" in words else ("alltoall", "MoEAlltoAll")
+    words = [*found.arguments, flags.TYPE, own]
+    theirs = runs.scripts.run(f"{name}/theirs", 4, *ADAM.split(), *words, "--train-iters", "2", ep_flags=None)
+    assert {kind for rank in theirs for kind in rank["dispatchers"]} == {f"{kind}TokenDispatcher"}
+    check_records(ours, theirs, 2e-2 if flags.OVERLAP in words else 2e-5)
+
+
+@pytest.mark.parametrize("name", FEW_PUBLIC)
+def test_a_few_public_scripts(runs, name):
+    check_public(runs, name)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host and name not in FEW_PUBLIC])
+def test_every_public_script(runs, name):
+    check_public(runs, name)
 
 
 def test_routing_is_recorded(runs):
