@@ -57,7 +57,7 @@ def main(tree, *paths):
         return args, arguments.core_transformer_config_from_args(args)
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    print("FLAGS", "-", [flag for action in parser._actions for flag in action.option_strings], flush=True)
+    print("FLAGS", core_version, [flag for action in parser._actions for flag in action.option_strings], flush=True)
     for name, public in public_flags.PUBLIC.items():
         if Version(core_version).release < Version(public.since).release:
             continue

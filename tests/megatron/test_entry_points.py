@@ -32,39 +32,75 @@ HYBRIDEP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backen
 # ---- flags
 
 
-def test_what_megatron_must_be_told_is_set():
-    assert flags.with_dispatcher(["--bf16"]) == ["--bf16", "--moe-token-dispatcher-type", "alltoall"]
-    overlap = ["--overlap-moe-expert-parallel-comm"]
-    assert flags.with_dispatcher(overlap) == overlap + HYBRIDEP
-    assert flags.with_dispatcher(HYBRIDEP)[-4:] == HYBRIDEP
-    room = ["--moe-expert-rank-capacity-factor", "1.5"]
-    assert flags.with_dispatcher(room) == room + HYBRIDEP
-    assert flags.with_dispatcher(["--moe-token-dispatcher-type=alltoall"])[-1] == "alltoall"
+ALLTOALL = ["--moe-token-dispatcher-type", "alltoall"]
+RUNS = "this project's dispatcher runs"
 
 
 @pytest.mark.parametrize(
-    ("given", "router", "words"),
+    ("given", "left", "notes"),
     [
-        ("--moe-token-dispatcher-type allgather", False, "--moe-token-dispatcher-type is allgather"),
+        ("--bf16", ["--bf16", *ALLTOALL], []),
+        ("--moe-token-dispatcher-type=alltoall", ALLTOALL, []),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", HYBRIDEP, []),
+        ("--overlap-moe-expert-parallel-comm", ["--overlap-moe-expert-parallel-comm", *HYBRIDEP], []),
+        (
+            "--moe-expert-rank-capacity-factor 1.5",
+            ["--moe-expert-rank-capacity-factor", "1.5", *HYBRIDEP],
+            [],
+        ),
+        (
+            "--moe-token-dispatcher-type allgather",
+            ALLTOALL,
+            [f"--moe-token-dispatcher-type allgather: {RUNS}, and Megatron is told alltoall"],
+        ),
         (
             "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
-            False,
-            "--moe-token-dispatcher-type is alltoall with --overlap-moe-expert-parallel-comm",
+            ["--overlap-moe-expert-parallel-comm", *HYBRIDEP],
+            [f"--moe-token-dispatcher-type alltoall: {RUNS}, and Megatron is told flex"],
         ),
         (
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
-            False,
-            "--moe-flex-dispatcher-backend is deepep",
+            "--moe-token-dispatcher-type flex --bf16 --moe-enable-deepep",
+            ["--bf16", *HYBRIDEP],
+            [f"--moe-enable-deepep: {RUNS}"],
         ),
-        ("--moe-enable-deepep", False, "--moe-enable-deepep"),
-        ("--use-megatron-fsdp", False, "--use-megatron-fsdp has never run with this dispatcher"),
-        ("--moe-deepep-num-sms 20", False, "--moe-deepep-num-sms .* --ep-num-sms"),
-        ("--moe-router-fusion", True, "--moe-router-fusion .* --ep-router fused"),
+        (
+            "--moe-flex-dispatcher-backend ncclep --moe-expert-rank-capacity-factor 2",
+            HYBRIDEP,
+            [
+                "--moe-expert-rank-capacity-factor 2: no effect here: it sets up buffers of NCCL EP, and here all rows "
+                "have room",
+                f"--moe-flex-dispatcher-backend ncclep: {RUNS}, and Megatron is told hybridep",
+            ],
+        ),
+        (
+            "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 2 --moe-use-grouped-tensor",
+            ["--moe-expert-rank-capacity-factor", "2", "--moe-use-grouped-tensor", *HYBRIDEP],
+            [],
+        ),
+        ("--moe-deepep-num-sms 20", ALLTOALL, ["--moe-deepep-num-sms 20: taken as --ep-num-sms 20"]),
     ],
 )
-def test_a_contradicting_flag_is_named(given, router, words):
-    with pytest.raises(ValueError, match=words):
-        flags.with_dispatcher(given.split(), router)
+def test_what_megatron_is_told(given, left, notes):
+    found = flags.translated(given.split())
+    assert (found.arguments, found.notes, found.refusals) == (left, notes, [])
+
+
+def test_one_number_of_sms_wins():
+    given = ["--moe-hybridep-num-sms", "16", "--moe-flex-dispatcher-num-sms", "12"]
+    assert flags.translated(given).num_sms == 12
+    found = flags.translated(given, num_sms=8)
+    assert found.num_sms is None and all("no effect here: --ep-num-sms is given" in note for note in found.notes)
+
+
+def test_the_fused_router_takes_the_place_of_transformer_engines():
+    assert flags.translated(["--moe-router-fusion"]).arguments == ["--moe-router-fusion", *ALLTOALL]
+    found = flags.translated(["--moe-router-fusion"], fused_router=True)
+    assert found.arguments == ALLTOALL and len(found.notes) == 1
+    found = flags.translated(["--moe-router-load-balancing-type", "aux_loss", "sinkhorn", "--bf16"], fused_router=True)
+    assert found.refusals == [
+        "--moe-router-load-balancing-type is sinkhorn, which --ep-router fused does not have: leave that out"
+    ]
+    assert not found.fused_router and "sinkhorn" in found.arguments
 
 
 @pytest.mark.parametrize(
@@ -111,7 +147,7 @@ def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
     (tmp_path / "script.py").write_text(SHOWN)
     restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", tmp_path / "script.py", *restart],
+        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,7 +159,7 @@ def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
 def test_pretrain_dispatches_attention_where_it_is_told_to(tmp_path, options):
     (tmp_path / "script.py").write_text("from megatron_ep.megatron import attention\nprint(attention.is_enabled())")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", *options, tmp_path / "script.py"],
+        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -146,18 +182,77 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere.py"], "no script nowhere.py"),
-        (["--ep-timeout", "80", __file__, "--inprocess-restart"], "--ep-timeout) is 80 s, must be below --inprocess-"),
-        (["--ep-num-sms", "0", __file__], "Config.num_sms is 0"),
-        (["--ep-moe-expert-rank-capacity-factor", "-1", __file__], "moe_expert_rank_capacity_factor is -1.0, must be"),
-        ([__file__, "--moe-enable-deepep"], "--moe-enable-deepep asks for another dispatcher"),
+        (["nowhere.py"], ["no script nowhere.py"]),
+        (
+            ["--ep-timeout", "80", __file__, "--inprocess-restart"],
+            ["--ep-timeout) is 80 s, must be below --inprocess-"],
+        ),
+        (["--ep-num-sms", "0", __file__], ["Config.num_sms is 0"]),
+        (["--ep-num-sms", "x", __file__], ["argument --ep-num-sms: invalid int value: 'x'"]),
+        ([__file__, "--ep-num-sms", "x"], ["argument --ep-num-sms: invalid int value: 'x'"]),
+        ([__file__, "--moe-token-dispatcher-type"], ["--moe-token-dispatcher-type: expected one argument"]),
+        ([__file__, "--moe-deepep-num-sms", "0"], ["--moe-deepep-num-sms is 0: Config.num_sms is 0"]),
+        (
+            ["--ep-moe-expert-rank-capacity-factor", "-1", __file__],
+            ["moe_expert_rank_capacity_factor is -1.0, must be"],
+        ),
+        (
+            f"--ep-host --ep-router fused --ep-local-pass false {__file__} --moe-enable-deepep --use-megatron-fsdp "
+            "--bf16 --moe-deepep-num-sms 20 --moe-megakernel-backend mok --moe-router-load-balancing-type sinkhorn "
+            "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype bf16".split(),
+            [
+                "--use-megatron-fsdp has never run with this dispatcher",
+                "--moe-megakernel-backend is mok: its kernels compute the whole MoE layer",
+                "--moe-dispatch-fwd-dtype is mxfp8",
+                "--moe-router-load-balancing-type is sinkhorn",
+                f"corrected: python -m megatron_ep.pretrain --ep-host --ep-num-sms 20 --ep-local-pass false {__file__} "
+                "--bf16 --moe-router-load-balancing-type sinkhorn --moe-combine-bwd-dtype bf16 "
+                "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep\n",
+            ],
+        ),
+        (
+            f"--ep-host --ep-strict {__file__} --moe-permute-fusion --bf16 --ep-num-sms=16".split(),
+            [
+                "--ep-strict: --ep-num-sms: taken, though it stands behind the script",
+                "--ep-strict: --moe-permute-fusion: no effect here: rows arrive grouped",
+                f"corrected: python -m megatron_ep.pretrain --ep-host --ep-strict --ep-num-sms 16 {__file__} --bf16 "
+                "--moe-token-dispatcher-type alltoall\n",
+            ],
+        ),
     ],
 )
-def test_pretrain_refuses_before_anything_starts(arguments, words):
+def test_pretrain_refuses_before_anything_starts(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(pretrain, "_enable", lambda *_: pytest.fail("started"))
+    with pytest.raises(SystemExit) as end:
+        pretrain.main(arguments)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("megatron_ep.pretrain: ")
+    assert [word for word in words if word not in said] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_one_sentence_says_so():
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-X", "importtime", "-m", "megatron_ep.pretrain", __file__], capture_output=True, text=True
     )
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    imported, said = ([], [])
+    for line in done.stderr.splitlines():
+        (imported if line.startswith("import time:") else said).append(line)
+    assert done.returncode == 2 and len(said) == 1
+    assert said[0].endswith("finds no GPU on this machine; --ep-host runs without one")
+    assert not any(" megatron.core" in line for line in imported)
+
+
+def test_a_refusal_is_the_last_thing_that_torchrun_shows():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "megatron_ep.pretrain", "--ep-host", __file__, "--use-megatron-fsdp"]
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=120)
+    *_, refusal, correction, end = done.stderr.rstrip().splitlines()
+    assert done.returncode == 1 and set(end) == {"="}
+    assert "--use-megatron-fsdp has never run with this dispatcher" in refusal
+    assert correction.strip().startswith("corrected: python -m megatron_ep.pretrain --ep-host ")
 
 
 # ---- the plugin

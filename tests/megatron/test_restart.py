@@ -166,7 +166,7 @@ def test_pretrain_completes_a_scripts_chain(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", tmp_path / "script.py", "--inprocess-restart"],
+        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", "--inprocess-restart"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,8 +1,10 @@
 """Recipes of real models: their keys, their flags in the eyes of Megatron-LM's own parser, and how they are started."""
 
 import ast
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,12 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from packaging.version import Version
+from public_flags import PUBLIC
+
 from megatron_ep import pretrain
 from megatron_ep.cli import main as cli
+from megatron_ep.megatron import flags
 from megatron_ep.training import script_flags, script_launch, script_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +134,14 @@ os.write(1, line.encode() + b"\\n")  # at once: print's line and its end are two
 """
 
 
+PRETENDED_GPU = """
+import torch
+from megatron_ep.backends import cuda
+torch.cuda.is_available = lambda: True
+cuda.check_device = lambda device: None
+"""
+
+
 def _start(tree, *arguments, **variables):
     environment = {key: value for key, value in os.environ.items() if key not in (*LAUNCHERS, "MEGATRON_LM")}
     return subprocess.run(
@@ -166,7 +180,7 @@ def test_the_options_of_pretrain():
 )
 def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
-    parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "pretrain_gpt.py"])
+    parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "--ep-host", "pretrain_gpt.py"])
     assert parsed.script == "pretrain_gpt.py"
     assert pretrain._checked(parsed)[1] == {"num_sms": 24, setting: value}
 
@@ -174,12 +188,14 @@ def test_the_settings_of_pretrain(setting, value):
 def test_train_runs_the_script_in_all_ranks(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    (tmp_path / "sitecustomize.py").write_text(PRETENDED_GPU)
     done = _start(
         tmp_path,
         *("--megatron-lm", str(tmp_path), "--steps", "3"),
         *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
         *("--set", "dispatcher.moe_apply_probs_on_combine=true", "--set", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
         *("--set", "dispatcher.local_pass=false"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
@@ -214,9 +230,15 @@ def test_train_refuses(tmp_path, monkeypatch, capsys, arguments, variables, word
     assert words in capsys.readouterr().err
 
 
+# ---- what parsers of Megatron-LM say
+
+FLAGS = re.compile(r"moe|expert|dispatch|ep-overlap|delay-wgrad|op-fuser|megatron-fsdp$|torch-fsdp2$")
+
+
 @pytest.fixture(scope="module")
-def parsers():
-    """For each tree a process that takes all recipes: to import Megatron takes seconds, so they do it side by side."""
+def parsed():
+    """For each tree what a process says that takes all recipes: to import Megatron takes seconds, so they do it side by
+    side. A function of the tree and the kind of line: the second words and the values of these lines."""
     helper = ROOT / "tests" / "helpers" / "script_arguments.py"
     processes = {
         tree: subprocess.Popen(
@@ -228,20 +250,77 @@ def parsers():
         )
         for tree in megatron_trees.ALL
     }
-    yield processes
+
+    @functools.cache
+    def shown(tree):
+        text, errors = processes[tree].communicate(timeout=240)
+        assert processes[tree].returncode == 0, errors[-3000:]
+        return [line.split(" ", 2) for line in text.splitlines() if line.startswith(("FIGURES ", "PUBLIC ", "FLAGS "))]
+
+    yield lambda tree, kind: [(word, ast.literal_eval(value)) for first, word, value in shown(tree) if first == kind]
     for process in processes.values():
         process.kill()
 
 
+every_tree = pytest.mark.parametrize("tree", megatron_trees.ALL, ids=lambda tree: tree.name)
+
+
+def flags_table():
+    """Rows of docs/megatron.md: flags with a value, versions, verdict, reason."""
+    text = (ROOT / "docs" / "megatron.md").read_text().split("## Megatron's flags")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [(re.findall("`(.*?)`", words), versions.split(), verdict, why) for words, versions, verdict, why in rows]
+
+
+def test_the_table_of_flags_says_what_happens():
+    for words, _, verdict, _ in flags_table():
+        for given in words:
+            found = flags.translated(given.split())
+            if verdict == "refused":
+                assert [line.startswith(given.split()[0]) for line in found.refusals] == [True], given
+            elif verdict == "taken":
+                assert set(given.split()) <= set(found.arguments) and not found.notes + found.refusals, given
+            else:
+                assert verdict in ("translated", "no effect") and not found.refusals
+                assert len(found.notes) == 1 and found.notes[0].startswith(given.split()[0])
+                assert ("no effect here" in found.notes[0]) == (verdict == "no effect"), given
+
+
 @pytest.mark.needs(megatron_trees.LACK_ALL)
-@pytest.mark.parametrize("tree", megatron_trees.ALL, ids=lambda tree: tree.name)
-def test_megatron_accepts_the_flags_of_every_recipe(parsers, tree):
-    shown, errors = parsers[tree].communicate(timeout=240)
-    assert parsers[tree].returncode == 0, errors[-3000:]
-    lines = [line.split(" ", 2) for line in shown.splitlines() if line.startswith("FIGURES ")]
-    assert [path for _, path, _ in lines] == [str(path) for path in RECIPES]
-    for _, path, text in lines:
-        figures, recipe = ast.literal_eval(text), script_recipe.load(path)
+@every_tree
+def test_no_flag_is_unknown(parsed, tree):
+    ((version, known),) = parsed(tree, "FLAGS")
+    version = ".".join(version.split(".")[:2])
+    expected = {word.split()[0] for words, versions, *_ in flags_table() for word in words if version in versions}
+    found = {flag for flag in known if FLAGS.search(flag)}
+    assert found - expected == set(), f"flags of Megatron-LM {version} that the table in docs/megatron.md lacks"
+    assert expected - found == set(), f"flags that Megatron-LM {version} does not have"
+
+
+@pytest.mark.needs(megatron_trees.LACK_ALL)
+@every_tree
+def test_megatron_accepts_the_flags_of_public_scripts(parsed, tree):
+    version = parsed(tree, "FLAGS")[0][0]
+    figures = dict(parsed(tree, "PUBLIC"))
+    assert [*figures] == [
+        name for name, public in PUBLIC.items() if Version(version).release >= Version(public.since).release
+    ]
+    for name, of in figures.items():
+        asked = PUBLIC[name].flags
+        is_flex = "flex" in asked or flags.OVERLAP in asked
+        assert of["dispatcher"] == ("flex" if is_flex else "alltoall"), name
+        assert of["backend"] == "hybridep" or not is_flex, name
+        assert of["overlap"] == (flags.OVERLAP in asked)
+        assert of["expert_parallel"] == PUBLIC[name].sizes[2]
+
+
+@pytest.mark.needs(megatron_trees.LACK_ALL)
+@every_tree
+def test_megatron_accepts_the_flags_of_every_recipe(parsed, tree):
+    lines = parsed(tree, "FIGURES")
+    assert [path for path, _ in lines] == [str(path) for path in RECIPES]
+    for path, figures in lines:
+        recipe = script_recipe.load(path)
         model, parallel = recipe.model, recipe.parallel
         assert figures == {
             "layers": model.num_layers,
