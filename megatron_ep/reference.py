@@ -211,7 +211,7 @@ def low_latency_combine(
 
     Products and sums in float32 (float64 for float64), in the order of k, rounded to the dtype of expert_out at the
     end. weights: [T, K] with sum_at="token", [R] with "expert": then the rows of a rank's experts are summed first, and
-    their sum takes the place of the first of them and is rounded, too. Rows from max_recv_tokens on, which dispatch
+    their sum takes the place of the last of them and is rounded, too. Rows from max_recv_tokens on, which dispatch
     left out, count as zeros.
     """
     dtype, world = expert_out[0].dtype, len(expert_out)
@@ -239,13 +239,11 @@ def low_latency_combine(
 
     if sum_at == "expert":
         sums = [in_order(experts_rank == rank) for rank in range(world)]
-        is_first = (experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)).int().argmax(dim=2)
-        for i in range(ids.shape[1]):
-            leads = ((is_first[:, i] == i) & (ids[:, i] >= 0)).nonzero()[:, 0]
-            for lead in leads.tolist():
-                terms[lead, i] = sums[experts_rank[lead, i]][lead].to(dtype)
-        k = torch.arange(ids.shape[1], device=ids.device)
-        return list(in_order((ids >= 0) & (is_first == k)).to(dtype).split(_lengths(topk_idx)))
+        same_rank = experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)
+        is_last = (ids >= 0) & ~same_rank.triu(diagonal=1).any(dim=2)
+        for token, k in is_last.nonzero().tolist():
+            terms[token, k] = sums[experts_rank[token, k]][token].to(dtype)
+        return list(in_order(is_last).to(dtype).split(_lengths(topk_idx)))
     return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
 
 

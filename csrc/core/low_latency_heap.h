@@ -256,7 +256,7 @@ struct LowLatencyHeap {
         return parts_ + slot(masking ? slot_of_choice(bank, rank, token, choice)
                                      : slot_of_k(bank, token, k));
     }
-    // With lines: the sum that `rank` makes of a token, whose first choice there is k.
+    // With lines: the sum that `rank` makes of a token, whose last choice there is k.
     EP_HD size_t sum(int bank, int rank, int token, int k) const {
         const size_t of_token = bank * static_cast<size_t>(max_tokens) + token;
         const int own = topology.world() < max_topk ? rank : k;

@@ -219,6 +219,14 @@ EP_HD int lowest_lane(uint32_t mask) {
 #endif
 }
 
+EP_HD int highest_lane(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+    return 31 - __clz(mask);
+#else
+    return 31 - __builtin_clz(mask);
+#endif
+}
+
 EP_HD int nth_lane(uint32_t mask, int n) {
     for (; n; --n) mask &= mask - 1;
     return lowest_lane(mask);

@@ -7,10 +7,10 @@ namespace ep {
 // The two halves of a low-latency combine.
 //
 // Sending: the experts' rows of every token that arrived go back to the slots of the token's k:
-// each by itself, or their sum to that of the first k that chose this rank.
+// each by itself, or their sum to that of the last k that chose this rank.
 //
 // Receiving: a token's rows are summed in the order of k. Nobody needs to be told what comes: the
-// token's rank knows.
+// token's rank knows. A rank's sum has the place of its last k, as in the normal mode.
 
 // The single value that travels with a row.
 EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t dst_row) {
@@ -77,8 +77,8 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     warp.lanes(format.topk, [&](int k) { dst_row[k] = args.layout.dst_rows(source, token)[k]; });
     const uint32_t own =
         warp.ballot(format.topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
-    // the rows that travel, each named by its first k
-    const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
+    // the rows that travel, each named by its last k
+    const uint32_t parts = args.sum_at_expert ? uint32_t{1} << highest_lane(own) : own;
     auto choice_of = [&](int k) { return lanes_below(parts, k); };
     auto part_of = [&](int k) { return heap.part(call.bank, args.rank, token, k, choice_of(k)); };
     auto staged_of = [&](int k) {
@@ -100,7 +100,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         write_rows(warp, args, slot, parts, written, dst_row);
     }
     if (near) {
-        if (!piece.number) tell_other_kind(warp, call, source, token, lowest_lane(own));
+        if (!piece.number) tell_other_kind(warp, call, source, token, highest_lane(own));
         return publish_tags(warp, call, piece, parts, slot_of);
     }
     for_each_lane(parts, [&](int k) {
@@ -178,17 +178,17 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     warp.match(format.topk, rank, same_rank);
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
-        const int first_k = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
-        const int choice = lanes_below(same_rank[k], first_k);
+        const int last_k = rank[k] < 0 || !args.sum_at_expert ? k : highest_lane(same_rank[k]);
+        const int choice = args.sum_at_expert ? 0 : lanes_below(same_rank[k], k);
         const int source = rank[k] < 0 ? 0 : rank[k];
         slot[k] = written_by<char>(call.fabric, source,
-                                   call.heap().part(call.bank, source, token, first_k, choice));
+                                   call.heap().part(call.bank, source, token, last_k, choice));
         part[k] = slot[k] + format.payload() + piece.first;
         if (rank[k] < 0 || rank[k] != kept) return;
         part[k] = row_of(args, args.layout.dst_rows(kept, token)[k]) + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
-        return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
+        return rank[k] >= 0 && (!args.sum_at_expert || highest_lane(same_rank[k]) == k);
     });
     const uint32_t sent = parts & warp.ballot(format.topk, [&](int k) { return rank[k] != kept; });
     if (!call.masking() && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;

@@ -41,13 +41,13 @@ EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
 // it finds one of this call there, which it does not take for its own.
 template <WarpLike W, class F>
 EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source, int token,
-                           int first_k) {
+                           int last_k) {
     if constexpr (F::kKeepsLines) {
         const LowLatencyHeap& heap = call.heap();
         const int rank = call.args.rank;
         const size_t tag = call.args.sum_at_expert
-                               ? heap.part(call.bank, rank, token, first_k, 0) + Piece::tag(0)
-                               : heap.sum(call.bank, rank, token, first_k) + Line::kTag;
+                               ? heap.part(call.bank, rank, token, last_k, 0) + Piece::tag(0)
+                               : heap.sum(call.bank, rank, token, last_k) + Line::kTag;
         warp.lanes(heap.lines ? 1 : 0, [&](int) {
             W::store_word(call.fabric.template at<uint64_t>(source, tag), call.tag);
         });

@@ -7,7 +7,7 @@ namespace ep {
 
 // A low-latency combine of which one row a rank and token travels, the sum of its experts', as
 // lines, and the values beside them as words: a receiver sums lines as soon as they are there, and
-// nobody waits until what it has stored has arrived.
+// nobody waits until what it has stored has arrived. The last k that chose a rank names its row.
 
 // The values beside a token's rows.
 template <WarpLike W, class F>
@@ -44,11 +44,11 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
         warp.ballot(topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
     if (!lines.first) {
         send_values(warp, call, source, token, dst_row);
-        tell_other_kind(warp, call, source, token, lowest_lane(own));
+        tell_other_kind(warp, call, source, token, highest_lane(own));
     }
     const uint32_t rows = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     char* slot = call.fabric.template at<char>(
-        source, args.heap.sum(call.bank, args.rank, token, lowest_lane(own)));
+        source, args.heap.sum(call.bank, args.rank, token, highest_lane(own)));
     const size_t bytes = args.format.payload_bytes;
     if (args.row_weights) {
         warp.template send_sum<T>(slot, row, weight, rows, bytes, lines, call.tag);
@@ -110,7 +110,7 @@ EP_FN bool sum_lines(W& warp, const LowLatencyCombine<F>& call, int token, const
     RowsToSum<W> rows;
     typename W::template PerLane<Accumulator<T>> weight;
     find_ranks_of(warp, args, token, rows.rank);
-    rows.mask = warp.first_of(topk, rows.rank);
+    rows.mask = warp.last_of(topk, rows.rank);
     rows.tag = call.tag;
     warp.lanes(topk, [&](int k) {
         rows.slot[k] = call.fabric.template own<char>(

@@ -199,7 +199,8 @@ class LowLatency(MaskedRanks):
             `received.probs`. Type and gradient as of topk_weights.
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
             a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
-            with 8 ranks and K = 8; such a partial sum is rounded to x's dtype.
+            with 8 ranks and K = 8; such a partial sum is rounded to x's dtype, and takes the place of its rank's last
+            expert among the token's choices: within a node the bits of `megatron_ep.combine`.
         renormalize: where choices of masked ranks are left out, a token's other weights are multiplied by the sum of
             all over the sum of the others (unless that is 0). Only with topk_weights, without a gradient and
             with on_dead_rank="mask".

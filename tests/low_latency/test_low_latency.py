@@ -54,6 +54,31 @@ def test_equals_reference(block):
                 check_round(case, low_latency)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_dead_rank", ["raise", "mask"])  # rows travel as lines, or behind flags
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_sums_at_the_expert_are_those_of_the_normal_mode(ranks, on_dead_rank, dtype):
+    """Bit by bit, within a node: both add a rank's sum at its token's last choice there."""
+    tokens, hidden, topk, num_experts = 30, 40, 8, 4 * ranks
+    generator = torch.Generator().manual_seed(ranks)
+    config = ep.Config(num_experts=num_experts, timeout=60)
+    ids = [torch.rand(tokens, num_experts, generator=generator).topk(topk).indices for _ in range(ranks)]
+    x = [torch.randn(tokens, hidden, generator=generator).to(dtype) for _ in range(ranks)]
+    weights = [torch.rand(tokens, topk, generator=generator) for _ in range(ranks)]
+    with ep.LocalCluster(1, ranks, config) as cluster:
+        normal = ep.dispatch(x, ids, weights, buffer=cluster)
+        low_latency = ep.LowLatency(
+            cluster, max_tokens=tokens, hidden=hidden, topk=topk, dtype=dtype, on_dead_rank=on_dead_rank
+        )
+        received = low_latency.dispatch(x, ids, weights, layout="grouped")
+        out = [torch.randn(rows.shape, generator=generator).to(dtype) for rows in received.x]
+        kept = [rows[: len(part)].contiguous() for rows, part in zip(out, normal.x, strict=True)]
+        y = low_latency.combine(out, received.handle, sum_at="expert")
+        assert_all_equal(y, ep.combine(kept, normal.handle))
+        y = low_latency.combine(out, received.handle, row_weights=received.probs, sum_at="expert")
+        assert_all_equal(y, ep.combine(kept, normal.handle, weights=normal.probs))
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_max_recv_tokens(seed, share):
