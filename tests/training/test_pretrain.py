@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-FEW_PUBLIC = ("bridge/qwen3_30b_blackwell", "slime/kimi_k2")  # of the others `make layouts`
+FEW_PUBLIC = ("bridge/qwen3_30b_blackwell", "slime/kimi_k2")  # the others: nightly
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
 CONTINUE = (*SAVE, "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "2")
 
@@ -151,7 +151,7 @@ def check_public(runs, name):
     words = [*found.arguments, flags.TYPE, own]
     theirs = runs.scripts.run(f"{name}/theirs", 4, *ADAM.split(), *words, "--train-iters", "2", ep_flags=None)
     assert {kind for rank in theirs for kind in rank["dispatchers"]} == {f"{kind}TokenDispatcher"}
-    check_records(ours, theirs, 2e-2 if flags.OVERLAP in words else 2e-5)
+    check_records(ours, theirs, 2e-4 if own == "allgather" else 2e-5)  # which adds bf16 parts in another order
 
 
 @pytest.mark.parametrize("name", FEW_PUBLIC)
@@ -159,7 +159,7 @@ def test_a_few_public_scripts(runs, name):
     check_public(runs, name)
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host and name not in FEW_PUBLIC])
 def test_every_public_script(runs, name):
     check_public(runs, name)
