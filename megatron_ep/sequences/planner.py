@@ -7,7 +7,7 @@ mean by taking, and the same shards give the same plan.
 
 For 10,000 documents on 512 ranks `balance` takes 70 ms of a core, and `SequencePlan.build` of its result 20 ms (an AMD
 EPYC, two cores, busy with other work); either up to 150 ms more if Python collects garbage meanwhile.
-`megatron-ep sequences tests/sequences/lengths.txt --ranks 512` prints both.
+`megatron-ep sequences LENGTHS --ranks 512` prints both.
 """
 
 from __future__ import annotations

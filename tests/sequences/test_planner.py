@@ -1,21 +1,17 @@
-"""Balanced attention: what may never happen for any shards, and what is gained for the lengths of real documents.
-
-lengths.txt: of 10,000 files of a Debian 12, 3,900 of its documentation of at most 2^17 tokens, the others manual pages;
-words and punctuation marks are the tokens.
-"""
+"""Balanced attention: what may never happen for any shards, and what is gained for the lengths of real documents."""
 
 import random
 import re
-from pathlib import Path
 
 import pytest
+from document_lengths import lengths
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance, bytes_between, computed_at_home, cut_evenly
 
-LENGTHS = [int(line) for line in (Path(__file__).parent / "lengths.txt").read_text().split()]
+LENGTHS = lengths()
 ROW_BYTES = RowBytes(q=64 * 128 * 2, kv=2 * 8 * 128 * 2, out=64 * 128 * 2)  # GQA, bf16
 
 
@@ -105,7 +101,7 @@ def test_what_is_balanced_stays():
     assert balance(shards, 8) == shards
 
 
-@pytest.mark.parametrize(("world", "before", "after"), [(8, 1.3, 1.001), (64, 2.0, 1.003), (512, 5.2, 1.06)])
+@pytest.mark.parametrize(("world", "before", "after"), [(8, 1.2, 1.001), (64, 1.8, 1.003), (512, 4.7, 1.06)])
 def test_lengths_of_real_documents(world, before, after):
     shards = cut_evenly(LENGTHS, world)
     loads = [SequencePlan.build(s, world).attention_pairs.double() for s in (shards, balance(shards, world))]
@@ -118,7 +114,7 @@ def test_real_documents_under_a_bound():
     shards, most = cut_evenly(LENGTHS, 64), 2_000_000_000
     plan = SequencePlan.build(balance(shards, 64, row_bytes=ROW_BYTES, max_bytes=most), 64)
     load, moved = plan.attention_pairs.double(), bytes_between(plan, ROW_BYTES)
-    assert load.max() / load.mean() < 1.3
+    assert load.max() / load.mean() < 1.35
     assert max(int(moved.sum(0).max()), int(moved.sum(1).max())) <= most
 
 
