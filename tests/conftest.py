@@ -65,6 +65,14 @@ def forks():
 
 
 @pytest.fixture
+def used_memory():
+    """What nothing writes to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def no_other_buffers():
     """Those that earlier tests have left in circles are gone: for tests that ask all buffers of this process."""
     gc.collect()

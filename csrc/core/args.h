@@ -111,7 +111,7 @@ struct DispatchArgs : TransferArgs {
     // The exchange writes a row of another rank to its first output row only. The intra-rank pass
     // writes the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
-    bool clears_end = true;        // rows behind those of the last expert, too
+    bool clears_end = true;        // rows behind those of the last expert, not only weights
     bool has_all_weights = false;  // flat: those of other ranks' experts, too, instead of 0
     // [max_received], which token of its source rank a row is; null: nobody asks.
     int32_t* source_tokens = nullptr;

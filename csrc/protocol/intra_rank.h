@@ -72,15 +72,17 @@ EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part
     });
 }
 
+// Their weights, and if `all` the rows and their scales.
 template <WarpLike W>
-EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
+EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end, bool all) {
     const RowFormat& format = args.format;
     if (end > args.max_rows) end = args.max_rows;
     if (first >= end) return;
-    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
-    warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
     warp.zero(args.recv_weights + first * args.row_weight_bytes(),
               (end - first) * args.row_weight_bytes());
+    if (!all) return;
+    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
+    warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
 }
 
 // Behind the last row, in pieces.
@@ -88,10 +90,10 @@ template <WarpLike W>
 EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, int parts) {
     constexpr int64_t kPiece = 16;  // rows
     const bool has_experts = args.is_flat && args.fills_tables;
-    if (!args.clears_end && !has_experts) return;
+    if (!args.clears_end && !has_experts && !args.format.weight_bytes) return;
     for (int64_t first = last + kPiece * part; first < args.max_rows; first += kPiece * parts) {
         const int64_t end = first + kPiece < args.max_rows ? first + kPiece : args.max_rows;
-        if (args.clears_end) clear_rows(warp, args, first, end);
+        clear_rows(warp, args, first, end, args.clears_end);
         for (int64_t row = first; has_experts && row < end; ++row) {
             warp.lanes(args.format.topk, [&](int k) {
                 args.dst_rows[row * args.format.topk + k] = TransferArgs::kElsewhere;
@@ -101,14 +103,15 @@ EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, 
 }
 
 // Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
-// expert, and what lies behind the last expert. Flat ones there have no expert either.
+// expert, and what lies behind the last expert, where of rows that nobody wants cleared the weights
+// alone do. Flat ones there have no expert either.
 template <WarpLike W>
 EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
     const Layout& layout = args.layout;
     if (args.is_flat) return clear_end(warp, args, layout.totals().received_rows, part, parts);
     for (int expert = part; expert < layout.local_experts(); expert += parts) {
         clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
-                   layout.expert_start(expert + 1));
+                   layout.expert_start(expert + 1), true);
     }
     clear_end(warp, args, layout.expert_start(layout.local_experts()), part, parts);
 }

@@ -100,23 +100,13 @@ class LowLatencyTuple(_LazyTuple):
         """src_info and layout_range, from where a dispatch notes the rows of every token that came here."""
         self.handle.check_received()
         local_experts, max_rows, _ = self.shape
-        group, topk, rank = self.handle.group, self.handle.topk, self.handle.ranks[0]
-        world, layout = group.topology.world_size, rank.layout
-        offsets = self.handle.calls.offsets(topk)
-        chunks = -(-self.max_tokens // 32)
-        words = layout[offsets["present"] : offsets["present"] + world * chunks].view(world, chunks, 1)
-        bits = torch.arange(32, dtype=torch.int32, device=layout.device)
-        came = (words >> bits & 1).view(world, chunks * 32)[:, : self.max_tokens] == 1
-        if self.handle.calls.masks is not None:
-            came &= self.handle.active(rank).view(world, 1) == 1
-        size = (world, self.max_tokens, topk)
-        dst_rows = layout[offsets["dst_rows"] : offsets["dst_rows"] + world * self.max_tokens * topk].view(size)
-        is_row = came.unsqueeze(2) & (dst_rows >= 0)
+        dst_rows, is_row = self.handle.rows_of_tokens(self.handle.ranks[0])
+        (world, max_tokens, _), device = dst_rows.shape, dst_rows.device
         # what is no row goes to an element behind the last one
         place = torch.where(is_row, dst_rows, local_experts * max_rows).long()
-        source = torch.arange(world, device=layout.device).view(world, 1, 1).expand(size)
-        token = torch.arange(self.max_tokens, dtype=torch.int32, device=layout.device).view(1, -1, 1).expand(size)
-        src_info = layout.new_zeros(local_experts * max_rows + 1).scatter_(0, place.flatten(), token.flatten())
+        source = torch.arange(world, device=device).view(world, 1, 1).expand_as(dst_rows)
+        token = torch.arange(max_tokens, dtype=torch.int32, device=device).view(1, -1, 1).expand_as(dst_rows)
+        src_info = dst_rows.new_zeros(local_experts * max_rows + 1).scatter_(0, place.flatten(), token.flatten())
         ring = (place // max_rows * world + source).flatten()
         ones = torch.ones_like(ring)
         counts = ring.new_zeros((local_experts + 1) * world).scatter_add_(0, ring, ones)[: local_experts * world]

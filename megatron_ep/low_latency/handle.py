@@ -118,9 +118,20 @@ class LowLatencyHandle(OfOneProcess):
         """int32 [1], a view: not 0 once rows did not fit."""
         return rank.layout[: self.plan.offsets["overflow"] + 1]
 
+    def rows_of_tokens(self, rank: RankPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 and bool [W, max_tokens, K]: the row here of each choice of every rank's tokens, and whether it has
+        one. Of what users cannot write to, unlike counts and starts."""
+        world, offsets = self.calls.group.topology.world_size, self.plan.offsets
+        rows = rank.layout[offsets["dst_rows"] : offsets["active"]].view(world, -1, self.topk)
+        words = rank.layout[offsets["present"] : offsets["dst_rows"]].view(world, -1, 1)
+        bits = torch.arange(32, dtype=torch.int32, device=words.device)
+        came = (words >> bits & 1).view(world, -1)[:, : rows.shape[1]] == 1
+        if self.calls.masks is not None:
+            came &= self.active(rank).view(world, 1) == 1
+        return rows, came.unsqueeze(2) & (rows >= 0)
+
     def is_row(self, rank: RankPart) -> torch.Tensor:
         """bool [rows]: which rows hold a token."""
-        place = torch.arange(rank.rows, device=rank.layout.device)
-        starts, counts = self.starts(rank), self.counts(rank)
-        expert = torch.searchsorted(starts[1:].contiguous(), place, right=True).clamp_max(len(counts) - 1)
-        return place < starts[expert] + counts[expert]
+        rows, are_there = self.rows_of_tokens(rank)
+        place = torch.where(are_there, rows, rank.rows).flatten().long()
+        return are_there.new_zeros(rank.rows + 1).scatter_(0, place, True)[:-1]

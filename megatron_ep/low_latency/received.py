@@ -28,7 +28,7 @@ class LowLatencyReceived:
     probs: x's shape without H, the weight of each row; None when no weights were given.
     handle: for combine.
 
-    Read from the handle: recv_counts, expert_starts, overflow.
+    Read from the handle: recv_counts, expert_starts; and overflow, which must not be written to.
     """
 
     x: Any

@@ -41,8 +41,8 @@ class Received:
         each. Flat: one row a token that came here, in the order of (source rank, token). Where the host has waited for
         the counts on a GPU, the memory of what has R rows may have room for R / 7 + 74 more.
     scales: [R, ceil(H / 128)], only for float8.
-    probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given. Flat: [R, K], 0 where
-        topk_idx is -1.
+    probs: [R], the weight of each row, 0 where a row is padding or behind the last expert's; None when no weights were
+        given. Flat: [R, K], 0 where topk_idx is -1.
     tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. Flat: rounded up to
         expert_alignment, though there is no padding; a row counts for each of its experts. On the CPU, except with
         max_recv_tokens on a GPU, where the host does not wait for it.

@@ -72,7 +72,7 @@ def launch_dispatch(
     """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert; flat: [R, K] of weights. The
     first dispatch of a handle asks for its counts.
 
-    clears_end: whether rows behind the last expert's are zeros, too.
+    clears_end: whether rows behind the last expert's are zeros, as their weights are.
     all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
     """
     group = handle.group

@@ -110,6 +110,21 @@ def test_rows_without_a_token_get_zeros(options):
             assert torch.equal(w[rank].grad, torch.where(ids[rank] >= 0, 3.0, 0.0))
 
 
+@pytest.mark.parametrize("layout", ["masked", "grouped"])
+def test_counts_may_be_changed_in_place(layout):
+    """As users of masked GEMMs do, who limit them."""
+    (ids, x, w), gradients = leaves(4, 8, 3), []
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=3, dtype=torch.float64)
+        for changed in (False, True):
+            rows = low_latency.dispatch(x, ids, layout=layout)
+            for part in (*rows.recv_counts, *rows.expert_starts) if changed else ():
+                part.zero_()
+            y = low_latency.combine([part.sin() for part in rows.x], rows.handle, topk_weights=w)
+            gradients.append(torch.autograd.grad(sum(part.sum() for part in y), [*x, *w]))
+    assert all(map(torch.equal, *gradients)) and any(part.any() for part in gradients[0])
+
+
 def test_gradients_through_hooks():
     ids, x, w = leaves(2, 4, 2)
     with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
