@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -19,10 +20,15 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from megatron_ep.megatron import routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.router import EPTopKRouter
+
+# Before 0.19 experts that are not divided among ranks count for Megatron as other parameters do, whatever their tensor
+# parallelism.
+AVERAGES_WRONGLY = Version(megatron_version).release < (0, 19)
 
 Spec = TypeVar("Spec")
 
@@ -68,12 +74,20 @@ def initialize(
         config, submodules, layer_number, pg_collection, options: as for `EPMoELayer`.
 
     Raises:
-        ValueError: as the dispatcher; or the experts do not divide among the ranks; or moe_expert_rank_capacity_factor
+        ValueError: as the dispatcher; or the experts do not divide among the ranks; or their gradients would be wrong
+            with this version of Megatron-Core; or moe_expert_rank_capacity_factor
             is set and the experts take their counts from the host.
     """
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
     ranks = pg_collection.ep.size()
+    etp, tp = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
+    if AVERAGES_WRONGLY and ranks == 1 and etp != tp:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {etp}, must be {tp} as tensor_model_parallel_size with "
+            f"expert_model_parallel_size 1: megatron-core {megatron_version} would average the gradients of experts "
+            "over the wrong ranks (0.19 is right)"
+        )
     if config.num_moe_experts % ranks:
         raise ValueError(
             f"num_moe_experts is {config.num_moe_experts}, must be a multiple of the {ranks} ranks among which they "

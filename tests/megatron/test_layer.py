@@ -2,7 +2,9 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -19,6 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ep.megatron import layer as layers
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
@@ -209,3 +212,17 @@ def _seven_experts():
 
 def test_experts_that_do_not_divide_are_refused_before_megatrons_assertion(four_ranks):
     four_ranks.run(_seven_experts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "experts", "rest", "ranks"), [(True, 1, 2, 1), (False, 1, 2, 1), (True, 1, 2, 2), (True, 2, 2, 1)]
+)
+def test_layouts_whose_gradients_megatron_averages_over_the_wrong_ranks(monkeypatch, wrong, experts, rest, ranks):
+    monkeypatch.setattr(layers, "AVERAGES_WRONGLY", wrong)
+    sizes = {"expert_tensor_parallel_size": experts, "tensor_model_parallel_size": rest}
+    config = SimpleNamespace(num_moe_experts=4, moe_token_dispatcher_type="alltoall", **sizes)
+    groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: ranks))
+    is_refused = wrong and experts != rest and ranks == 1
+    match = "expert_tensor_parallel_size is 1, must be 2" if is_refused else "of the layer itself"
+    with pytest.raises(ValueError, match=match):
+        layers.initialize(None, mock.Mock(side_effect=ValueError("of the layer itself")), config, None, 1, groups)
