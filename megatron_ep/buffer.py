@@ -1,4 +1,4 @@
-"""Buffers: what holds the symmetric heaps of all ranks, in one process or in many."""
+"""Buffers, which hold the symmetric heaps of all ranks, in one process or in several."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class LocalCluster(AnyBuffer):
 
     nodes, ranks_per_node: the topology, N x G.
     config: as for Buffer.
-    device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one, unless the index is given. A launch
-        runs the kernels of all ranks together, so W * Config.num_sms SMs must be there.
+    device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one unless an index is given. A launch runs
+        the kernels of all ranks together, so the GPU needs W * Config.num_sms SMs.
     threads: OS threads that share the ranks' work.
     seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The
-        same seed gives the same interleaving; a wait expires when no role can run any more, whatever Config.timeout
-        says.
-    lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
-    stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops for ever, to see which
+        same seed gives the same interleaving. A wait expires when no role can run any more, regardless of
+        Config.timeout.
+    lost_signal: with a seed, the number (from 1) of a network signal to lose, for testing. 0: none.
+    stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops forever, to test which
         rank the others blame.
-    Raises ValueError for arguments that are out of range.
+
+    Raises ValueError for arguments out of range.
     """
 
     def __init__(
@@ -55,31 +56,33 @@ class LocalCluster(AnyBuffer):
         )
 
     def reset(self) -> None:
-        """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
+        """Makes the buffer usable again after an error, as `Buffer.reset` does."""
         self._group.reset()
 
 
 class Buffer(AnyBuffer):
-    """This process's rank of an expert-parallel group. The processes of a machine share memory; between machines there
-    is a network. Construction, reset and all launches are collective.
+    """This process's rank of an expert-parallel group. Construction, reset and all launches are collective.
 
-    group: the expert-parallel process group; None: the default group.
-    config: must be equal on all ranks. Its timeout, if neither it nor MEGATRON_EP_TIMEOUT says one, becomes that of the
-        group's collectives.
-    topology: how the group's ranks form nodes. None: those of the variable MEGATRON_EP_RANKS_PER_NODE, if it is set;
-        else the ranks of a host are one node, and so are those of an NVLink domain that spans hosts, as NVML tells.
-        Nodes need equally many ranks, one after the other. Rows between several nodes of one machine take the same
-        path as between several machines, without the puts, which shared memory does not need.
-    device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
-        index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
-        call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do
-        not: they must be captured on one stream, and a replay must be ordered with the buffer's other calls.
+    Processes of one machine share memory; a network connects machines.
 
-    The ranks meet through the store of torch.distributed: no collective of the group runs. Rank 0 logs one line about
+    group: the expert-parallel process group. None: the default group.
+    config: must be equal on all ranks. If neither it nor MEGATRON_EP_TIMEOUT sets a timeout, the timeout of the group's
+        collectives is used.
+    topology: how the group's ranks form nodes. None: as MEGATRON_EP_RANKS_PER_NODE says if it is set; otherwise the
+        ranks of a host form a node, and so do those of an NVLink domain that spans hosts, as NVML reports. Nodes need
+        equal numbers of consecutive ranks. Rows between nodes of one machine take the same path as between machines,
+        without the puts, which shared memory does not need.
+    device: "cpu" or "cuda", where the tensors are; the same on all ranks. On a GPU (torch's current one unless an index
+        is given) launches go to torch's current stream and return at once; a later failure is raised by the next call
+        or by `synchronize`. Calls on several streams wait for each other. Calls captured in a CUDA graph do not: they
+        must be captured on one stream, and a replay must be ordered with the buffer's other calls.
+
+    The ranks meet through the store of torch.distributed; no collective of the group runs. Rank 0 logs one line about
     the set-up (logger megatron_ep.buffer, level INFO).
 
-    Raises ValueError on every rank alike when configs differ or do not fit the group, or no topology can be told;
-    EPError when the ranks cannot share memory or be connected, or one does not come within a minute or Config.timeout.
+    Raises ValueError on every rank alike if configs differ or do not fit the group, or if no topology can be
+    determined; EPError if the ranks cannot share memory or connect, or if one does not come within a minute or
+    Config.timeout.
     """
 
     _group: DistributedRankGroup
@@ -103,8 +106,11 @@ class Buffer(AnyBuffer):
 
     @property
     def fabric(self) -> str:
-        """What carries the bytes: "shared memory" on the host, "ibgda", "verbs" or "tcp" between machines without GPUs;
-        "p2p", "nvshmem", "nccl", "ibgda", "verbs" or "tcp" between GPUs."""
+        """The fabric that carries the bytes.
+
+        "shared memory" on the host, "ibgda", "verbs" or "tcp" between machines without GPUs; "p2p", "nvshmem", "nccl",
+        "ibgda", "verbs" or "tcp" between GPUs.
+        """
         return self._group.fabric
 
     def reset(self) -> None:
@@ -113,38 +119,40 @@ class Buffer(AnyBuffer):
         Handles of dispatches that succeeded stay valid.
 
         After a failure in a backward pass the parameters are those of the last step, provided that `raise_if_failed`
-        was asked before the optimizer's next one. The gradients are not to be used: some hold NaN, and what earlier
-        microbatches have added to them is still there (in Megatron's main_grad as well). Random states have moved on,
-        and a router may have updated its expert bias. So every rank zeroes all gradients and repeats the whole step; or
-        goes back to a checkpoint, where the steps have to be the same bit for bit.
+        was called before the optimizer's next one. Do not use the gradients: some hold NaN, and the sums of earlier
+        microbatches are still in them (in Megatron's main_grad as well). Random states have advanced, and a router may
+        have updated its expert bias. So every rank should zero all gradients and repeat the whole step, or return to a
+        checkpoint if steps have to be reproducible bit for bit.
 
-        Raises EPError on every rank when one does not come within a minute or Config.timeout, has another thread in a
-        call, or cannot reset: what it has sent to other machines does not arrive in time, say.
+        Raises EPError on every rank if one does not come within a minute or Config.timeout, has another thread in a
+        call, or cannot reset, for example because its messages to other machines do not arrive in time.
         """
         self._group.reset()
 
     def release(self) -> None:
-        """Closes the buffer and gives the memory of it, and of its low-latency modes, back at once. Collective: returns
-        when this rank's is free, for which all ranks must have called it.
+        """Closes the buffer and frees its memory, and that of its low-latency modes, at once.
 
-        `close` leaves on a GPU what others may still use, for a later buffer; this is for a GPU that others use next,
-        as where training and inference take turns. With the last buffer of its ranks goes what closed ones have left.
-        Another buffer can be made afterwards. What torch has for tensors is `torch.cuda.empty_cache`'s.
+        Collective: returns when this rank's memory is free, which requires that all ranks have called it.
 
-        Over NVSHMEM the memory goes back to its symmetric heap, for later buffers of whatever size: that heap and the
-        library stay as long as the process lives. Over NCCL the buffer's communicators end.
+        On a GPU `close` keeps memory that other ranks may still use, for a later buffer. Use `release` if another
+        program uses the GPU next, for example when training and inference alternate. Releasing the last buffer of its
+        ranks also frees what closed ones have kept. Another buffer can be created afterwards.
+        `torch.cuda.empty_cache` frees torch's memory for tensors.
 
-        Raises ValueError on every rank alike, and the buffer stays open, while a rank captures a CUDA graph or has some
-            that may replay the buffer's launches, or has another thread in a call on the host. EPError when a rank does
-            not come within a minute or Config.timeout, ends, or lets go of nothing: then the buffer is closed, this
-            rank uses nobody's memory any more, and its own is free if nobody can use it. And as `close`, of a launch
-            that failed.
+        Over NVSHMEM the memory returns to its symmetric heap, for later buffers of any size; that heap and the library
+        stay as long as the process. Over NCCL the buffer's communicators end.
+
+        Raises ValueError on every rank alike, and the buffer stays open, if a rank captures a CUDA graph, has graphs
+            that may replay the buffer's launches, or has another thread in a call on the host. Raises EPError if a rank
+            does not come within a minute or Config.timeout, ends, or does not give up its mappings: then the buffer is
+            closed, this rank uses no other rank's memory, and its own is free if no other rank can use it. Also raises
+            as `close` does for a failed launch.
         """
         self._group.release()
 
 
 def buffer_of(group: DistributedRankGroup) -> Buffer:
-    """A buffer of ranks that have met already."""
+    """Returns a buffer for ranks that have already met."""
     buffer = Buffer.__new__(Buffer)
     buffer._group = group
     return buffer

@@ -1,4 +1,4 @@
-"""What all ranks of a buffer must agree on."""
+"""Settings that all ranks of a buffer must agree on."""
 
 import difflib
 import functools
@@ -15,12 +15,13 @@ TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
 MAX_TIMEOUT_S = 1e6
 TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 
-# Far beyond any machine, and small enough that no size made of them overflows 64 bits (32 for numbers of experts).
+# Larger than any machine, and small enough that no size computed from them overflows 64 bits (32 for numbers of
+# experts).
 MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
-# What the kernels are made for: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
+# Limits of the kernels: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
 # csrc/core/low_latency_heap.h. Rows are counted in 32 bits.
 MAX_TOPK, MAX_NODE_RANKS, MAX_LOW_LATENCY_TOKENS, MAX_ROWS, MAX_ROW_BYTES = 32, 72, 1024, 2**31 - 1, 2**29
-# The number that travels for an element type: of the summable ones as in csrc/core/dtypes.h.
+# Numbers of element types in messages between ranks; the summable ones are those of csrc/core/dtypes.h.
 SUMMABLE_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3}
 ELEMENT_TYPES = {**SUMMABLE_TYPES, "float8_e4m3fn": 4}
 
@@ -37,7 +38,7 @@ def require_int(name: str, value: object, lowest: int, highest: int) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A bool is none."""
+    """Returns whether value is an int or float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -53,9 +54,9 @@ def require_type(name: str, value: object, kind: type) -> None:
 
 
 def nearest_name(name: str, allowed: Mapping[str, str] | Collection[str]) -> str:
-    """For the end of a sentence about a name that is not allowed: "; did you mean num_sms?", or nothing.
+    """Returns the end of a message about an unknown name: "; did you mean num_sms?", or nothing.
 
-    allowed: names, or how to write each.
+    allowed: the names, or how to write each.
     """
     found = difflib.get_close_matches(name, allowed, n=1)
     written = allowed[found[0]] if found and isinstance(allowed, Mapping) else "".join(found)
@@ -63,8 +64,7 @@ def nearest_name(name: str, allowed: Mapping[str, str] | Collection[str]) -> str
 
 
 def name_unknown_settings(cls: type[Settings]) -> type[Settings]:
-    """A dataclass whose constructor says, of a keyword that it does not have, which one is probably meant, of its own
-    or of those of its `tuning`."""
+    """Makes a dataclass's constructor suggest the nearest name for an unknown keyword, including those of `tuning`."""
     init = cls.__init__
     names = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
     if "tuning" in names:
@@ -85,8 +85,8 @@ def name_unknown_settings(cls: type[Settings]) -> type[Settings]:
 class Topology:
     """N nodes of G ranks each. Rank r is local rank r % G of node r // G.
 
-    nodes: N, the number of scale-up domains, whose ranks reach each other's memory directly.
-    ranks_per_node: G, any number from 1.
+    nodes: N, the number of scale-up domains. Ranks of one domain reach each other's memory directly.
+    ranks_per_node: G, at least 1.
     """
 
     nodes: int
@@ -104,23 +104,25 @@ class Topology:
 @name_unknown_settings
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Hints for the sizes of rings and chunks: results are the same whatever they are. Defaults may change.
+    """Hints for the sizes of rings and chunks. They do not change results. Defaults may change between versions.
 
-    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a
-        GPU as many as keep the warps of `Config.num_sms` SMs busy, or fewer if a LocalCluster has several nodes: all
+    channels: C, independent slices of the tokens, each with its own rings and roles. None: 1 on the host; on a GPU as
+        many as keep the warps of `Config.num_sms` SMs busy, or fewer if a LocalCluster has several nodes, because all
         their rings share one cache.
-    nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
-        holds a power of two of rows, at least one. None: 256 KiB on the host; four rows on a GPU, which has many
-        channels and rows that stay in its cache if they are few.
-    rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * (N - 1) of them. None:
-        512 KiB on the host; on a GPU 32 rows, 16 or 8 where all rings of a rank together would take more than 192 MiB,
-        and four for a LocalCluster.
-    rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
-    local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run as launches of their own:
+    nvl_ring_bytes: bytes of one ring between two ranks of a node; each rank's heap has C * W of them. A ring holds a
+        power of two of rows, at least one. None: 256 KiB on the host; four rows on a GPU, so that the rings of its many
+        channels stay in the cache.
+    rdma_ring_bytes: bytes of one ring between two ranks of a rail; each rank's heap has 2 * C * (N - 1) of them. None:
+        512 KiB on the host; on a GPU 32 rows, 16 or 8 if all rings of a rank together would take more than 192 MiB, and
+        four for a LocalCluster.
+    rdma_chunk_tokens: rows per put and signal to another node; at most half a ring.
+    local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run in separate launches:
         dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
-        combine's sums over a rank's experts. They run on the SMs that `Config.num_sms` leaves free; where that is less
-        than a third of the GPU, before or after the exchange on all SMs. Combine goes without them where processes
-        share a GPU, and in a graph with a driver older than CUDA 12.3. None: on a GPU, where it saves time.
+        combine's sums over a rank's experts. They use the SMs that `Config.num_sms` leaves free; if that is less than a
+        third of the GPU, all SMs before or after the exchange. Combine does not use them if processes share a GPU, or
+        in a graph with a driver older than CUDA 12.3. None: on a GPU, if it saves time.
+
+    Raises ValueError for values out of range.
     """
 
     channels: int | None = None
@@ -144,17 +146,20 @@ class Tuning:
 @name_unknown_settings
 @dataclass(frozen=True)
 class Config:
-    """Settings of a buffer; the same on all of its ranks.
+    """Settings of a buffer, equal on all of its ranks.
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
-    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, from eight nodes on 16 but for the
-        low-latency mode, or an equal share of the GPU for each of a LocalCluster's ranks if that is less.
-    timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
-        the environment variable MEGATRON_EP_TIMEOUT, else the limit of the process group's own collectives (torch: 600
-        for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process group 100.
-    row_bytes: of the largest row that will travel, H times the size of an element: rings whose size is left open then
-        hold at least four of them. None, or less: 14 KiB, H = 7168 in bf16.
+    num_sms: SMs that a launch uses per rank on a GPU. None: 24; from eight nodes on 16, except in the low-latency mode;
+        for a LocalCluster an equal share of the GPU per rank if that is less.
+    timeout: seconds that a single wait may take. Must be longer than one rank may keep the others waiting, for example
+        for a save. None: the environment variable MEGATRON_EP_TIMEOUT, else the timeout of the process group's
+        collectives (torch: 600 for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process
+        group 100.
+    row_bytes: bytes of the largest row that will travel, H times the size of an element. Rings whose size is None then
+        hold at least four such rows. None, or less: 14 KiB, H = 7168 in bf16.
     tuning: sizes of rings and chunks.
+
+    Raises ValueError for values out of range, TypeError for an unknown name.
     """
 
     num_experts: int
@@ -175,7 +180,7 @@ class Config:
 
     @property
     def timeout_seconds(self) -> float:
-        """The timeout in force; for a buffer in the config that it has.
+        """The timeout in effect, in seconds. For a buffer use the config that it has.
 
         Raises ValueError if the environment variable is not a number > 0.
         """
@@ -206,7 +211,8 @@ assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for kind in (Conf
 
 
 def config_of(num_experts: int, settings: Mapping[str, Any]) -> Config:
-    """A Config with such settings, of SETTING_NAMES. Raises ValueError as that and Tuning do."""
+    """Returns a Config with these settings, whose keys are in SETTING_NAMES. Raises ValueError as Config and Tuning
+    do."""
     tuning = {name: value for name, value in settings.items() if name in TUNING_NAMES}
     others = {name: value for name, value in settings.items() if name not in TUNING_NAMES}
     return Config(num_experts, tuning=Tuning(**tuning), **others)

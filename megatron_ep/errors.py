@@ -1,4 +1,4 @@
-"""What goes wrong while ranks talk to each other. A user's mistake on this rank is a ValueError instead."""
+"""Failures of communication between ranks. An invalid argument on this rank is a ValueError instead."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any
 class EPError(RuntimeError):
     """A launch did not finish. The buffer refuses further calls until `reset()`.
 
-    incidents: what each role of this rank was doing when it gave up, the likeliest cause first, of which the text has
-        this one and the number of the others; dicts with the keys outcome, role, waiting_for, rank, channel, peer,
-        seen, expected, call.
+    incidents: what each role of this rank was doing when it gave up, the likeliest cause first. The message has the
+        first one and the number of the others. Each is a dict with the keys outcome, role, waiting_for, rank, channel,
+        peer, seen, expected, call.
     """
 
     def __init__(self, message: str, incidents: list[dict[str, Any]] | None = None):
@@ -23,8 +23,11 @@ class EPTimeoutError(EPError):
 
 
 class EPStuckError(EPTimeoutError):
-    """A launch does not end, because a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does not
-    answer. It cannot be ended: the GPU is lost to this process, which has to end (`os._exit`, a signal)."""
+    """A launch does not end, because a call of NVSHMEM or NCCL inside it waits for a network or rank that does not
+    answer.
+
+    The launch cannot be ended. This process can no longer use its GPU and has to end (`os._exit`, a signal).
+    """
 
 
 class EPAbortError(EPError):
@@ -32,24 +35,29 @@ class EPAbortError(EPError):
 
 
 class EPMaskedError(EPError):
-    """Other ranks have masked this one, which they took for dead, and go on without it. What it has computed since is
-    NaN (-1 in tensors of integers). It goes on with them after a reset of all ranks, or in a new process: see
-    `LowLatency.readmit`."""
+    """Other ranks took this one for dead, masked it, and continue without it.
+
+    Outputs of this rank since then are NaN (-1 in integer tensors). It can take part again after a reset of all ranks,
+    or in a new process: see `LowLatency.readmit`.
+    """
 
 
 class EPOverflowError(EPError):
-    """A table that the protocol cannot do without was too small; or, in Megatron, a layer's fixed number of rows."""
+    """A table that the protocol needs was too small, or in Megatron a layer's fixed number of rows."""
 
 
 def by_cause(incidents: Sequence[dict[str, Any]], first_rank: int) -> list[dict[str, Any]]:
-    """Sorted: waits that expired before those that were told to stop; those of the rank that gave up first before the
-    others'; of these the rarer role, since one that is stuck keeps many receivers waiting."""
+    """Sorts incidents, the likeliest cause first.
+
+    Waits that expired come before waits that were aborted, those of the rank that gave up first before the others', and
+    rarer roles before frequent ones, because one stuck role keeps many receivers waiting.
+    """
     often = Counter(incident["role"] for incident in incidents)
     return sorted(incidents, key=lambda i: (i["outcome"] == "aborted", i["rank"] != first_rank, often[i["role"]]))
 
 
 def summarize(incidents: Sequence[dict[str, Any]]) -> list[str]:
-    """The first incident, and who else gave up, counted by role: a line each."""
+    """Returns one line for the first incident and one that counts the others by role."""
     if len(incidents) < 2:
         return [describe(incident) for incident in incidents]
     others = Counter(incident["role"] for incident in incidents[1:])
@@ -60,8 +68,10 @@ def summarize(incidents: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def describe(incident: dict[str, Any]) -> str:
-    """One line: which role of which rank waited for what, and from which rank. Notifies are counted by themselves,
-    dispatches and combines together."""
+    """Returns one line: which role of which rank waited for what, and from which rank.
+
+    Notifies are counted separately, dispatches and combines together.
+    """
     where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
     if incident["outcome"] == "mismatch":
         return f"{where}: what rank {incident['peer']} sent is not of this call"

@@ -1,4 +1,4 @@
-"""Rows as fp8 e4m3 with a scale for each 128 elements, the way `megatron_ep.dispatch` takes them."""
+"""Conversion of rows to and from fp8 e4m3 with one scale per 128 elements, as `megatron_ep.dispatch` takes them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}  # 
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, H] to float8_e4m3fn [T, H] and float32 scales [T, ceil(H / 128)]; x is about values * scale.
+    """Converts x [T, H] to float8_e4m3fn values [T, H] and float32 scales [T, ceil(H / 128)], so that x is about values
+    * scale.
 
-    What `megatron_ep.reference.quantize` gives: a scale is the largest |x| of its block divided by 448, or 1 where that
-    is 0; a block with an infinity or NaN becomes NaN. On a GPU it is one kernel. No gradient.
+    Gives the bits of `megatron_ep.reference.quantize`: a scale is the largest |x| of its block divided by 448, or 1 if
+    that is 0; a block with an infinity or NaN becomes NaN. Runs as one kernel on a GPU. Has no gradient.
 
     Raises ValueError unless x is contiguous, [T, H] with H <= 2^29, and bfloat16, float16 or float32.
     """
@@ -43,13 +44,15 @@ def dequantize(
     dtype: torch.dtype = torch.bfloat16,
     straight_through: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once. On a
-    GPU it is one kernel if scales are float32 and contiguous.
+    """Returns values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded
+    once.
+
+    Runs as one kernel on a GPU if scales are float32 and contiguous.
 
     values: float8_e4m3fn [..., H], contiguous.
-    scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], of four
-        float8_e8m0fnu each.
-    straight_through: of a low-latency dispatch: gets the gradient, in its own dtype. None: no gradient.
+    scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], each with four
+        float8_e8m0fnu.
+    straight_through: that of a low-latency dispatch: gets the gradient, in its own dtype. None: no gradient.
 
     Raises ValueError for tensors of other types or shapes.
     """

@@ -1,12 +1,12 @@
-"""Dispatch and combine on a stream of their own, beside what the current stream computes.
+"""Dispatch and combine on a separate stream, in parallel with what the current stream computes.
 
     pending = overlap.start(ep.dispatch, x, topk_idx, topk_weights, buffer=buffer)
     ...                                   # work that does not need the rows
     received = pending.wait()
 
-The backward pass runs on the same stream: autograd remembers where a function ran and orders the streams itself.
+The backward pass runs on the same stream: autograd records where a function ran and orders the streams itself.
 
-On the host, which has no streams, `start` makes the whole call, so that one program runs there and on GPUs.
+On the host, which has no streams, `start` runs the whole call, so that one program runs there and on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that `start` uses on this GPU, of high priority: the first kernels to get an SM that becomes free."""
+    """Returns the stream that `start` uses on this GPU. It has high priority: its kernels get free SMs first."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device, priority=-1)
     return _streams[device]
@@ -33,14 +33,15 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass
 class Pending:
-    """A call under way. `event` is reached when the GPU has finished it; None on the host, where it is over."""
+    """A call under way. `event` is recorded after it on the GPU; None on the host, where the call is complete."""
 
     event: torch.cuda.Event | None
     _device: torch.device
     _result: Any
 
     def wait(self) -> Any:
-        """What the call returned. The current stream goes on when the GPU has finished it; the host does not wait."""
+        """Returns the call's result. The current stream waits until the GPU has finished the call; the host does
+        not."""
         if self.event is None:
             return self._result
         stream = torch.cuda.current_stream(self._device)
@@ -56,7 +57,7 @@ def start(
     """Calls megatron_ep.dispatch or combine, or those of a `SequenceDispatcher`, on the communication stream.
 
     function, args, kwargs: the call.
-    previous_event: what has to be reached before it starts. None: everything the current stream has been given so far.
+    previous_event: an event that the call waits for. None: all work on the current stream so far.
 
     Raises what the call itself raises.
     """
@@ -77,7 +78,7 @@ def start(
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors on a GPU in a result or in arguments, those of a handle too."""
+    """Yields all tensors on a GPU in a result or in arguments, including those of a handle."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value

@@ -1,8 +1,7 @@
-"""Failures that nobody has been told of.
+"""Failures that no call has raised yet.
 
-A launch on a GPU returns before it has run, so it can fail behind the back of a program that goes on. What it should
-have written is then NaN (-1 in tensors of integers), and so is all that is computed from it; before a program keeps
-what it has computed, it asks.
+A launch on a GPU returns before it has run, so it can fail after the program has continued. Its outputs are then NaN
+(-1 in integer tensors), and so is everything computed from them. A program therefore checks before it keeps results.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 
 
 class Watched(Protocol):
-    """What is asked of a buffer: see `rank_group.RankGroup`."""
+    """The methods of a buffer that are used here: see `rank_group.RankGroup`."""
 
     @property
     def is_open(self) -> bool: ...
@@ -47,30 +46,30 @@ watchers: list[Callable[[str], None]] = []
 
 
 def watch(group: Watched) -> int:
-    """Counts a buffer among those of this process, until it is closed or nobody has it any more. Returns its number."""
+    """Registers a buffer of this process until it is closed or garbage-collected. Returns its number."""
     number = next(_numbers)
     _groups[number] = group
     return number
 
 
 def group_of(number: int) -> Watched | None:
-    """The buffer of that number, if somebody still has it."""
+    """Returns the buffer with that number, or None if it has been garbage-collected."""
     return _groups.get(number)
 
 
 def open_groups() -> list[Watched]:
-    """This process's buffers that are not closed, in the order in which they were made."""
+    """Returns this process's open buffers, in the order in which they were created."""
     groups = [reference() for reference in _groups.valuerefs()]
     return [group for group in groups if group is not None and group.is_open]
 
 
 def raise_if_failed() -> None:
-    """Raises what failed in any dispatch, combine or backward pass of any buffer of this process.
+    """Raises the failure of any dispatch, combine or backward pass of any buffer of this process.
 
-    Call it after the backward pass and before whatever keeps its results: `optimizer.step()`, a checkpoint. On a GPU it
-    waits for those launches that are not known to be done, and for the current stream if a CUDA graph has captured
-    launches; on the host there is nothing to wait for. Also raises when another rank gave up in a call that this rank
-    had no part in; of a rank whose memory it does not share it hears within a second or two, through the store of
+    Call it after the backward pass and before you keep its results: before `optimizer.step()` and before a checkpoint.
+    On a GPU it waits for launches that are not known to be done, and for the current stream if a CUDA graph has
+    captured launches; on the host it does not wait. Also raises if another rank gave up in a call in which this rank
+    took no part; a failure of a rank whose memory is not shared arrives within a second or two, through the store of
     torch.distributed.
 
     Raises EPTimeoutError, EPAbortError or another EPError.
@@ -80,7 +79,7 @@ def raise_if_failed() -> None:
 
 
 def raise_if_known_to_have_failed() -> None:
-    """Raises as `raise_if_failed` what this process has heard of so far. Waits for no launch."""
+    """Raises as `raise_if_failed` if a failure is already known in this process. Waits for no launch."""
     for group in open_groups():
         group.raise_if_known_to_have_failed()
 
@@ -91,7 +90,7 @@ def has_unseen() -> bool:
 
 
 def abort_all(reason: str) -> None:
-    """`Buffer.abort` on every open buffer of this process, from any thread. Logs what goes wrong; raises nothing."""
+    """Calls `Buffer.abort` on every open buffer of this process, from any thread. Logs errors; raises nothing."""
     for group in open_groups():
         try:
             group.abort(reason)
@@ -101,7 +100,7 @@ def abort_all(reason: str) -> None:
 
 @atexit.register
 def report_unseen() -> None:
-    """Logs, as errors, the failures of open buffers that nobody has been told of."""
+    """Logs, as errors, the failures of open buffers that no call has raised."""
     for group in open_groups():
         group.report_unseen()
 

@@ -1,4 +1,4 @@
-"""What a Buffer and a LocalCluster share of what users call."""
+"""Public methods that Buffer and LocalCluster share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Own = TypeVar("Own", bound="AnyBuffer")
 
 
 class AnyBuffer(OfOneProcess):
-    """A Buffer or a LocalCluster. What it does its `RankGroup` does, which the layers of this package work with.
+    """A Buffer or a LocalCluster. Forwards to its `RankGroup`, which the other layers of this package use.
 
-    `copy.deepcopy` of it, or of a module that has it, gives the buffer itself; to pickle it raises TypeError. In a
-    process that is forked from the one that made it a buffer is closed: calls raise ValueError, and nothing is told to
-    other ranks.
+    `copy.deepcopy` of it, or of a module that holds it, returns the buffer itself; pickling it raises TypeError. In a
+    process forked from the one that created it, the buffer is closed: calls raise ValueError, and other ranks are not
+    affected.
     """
 
     _group: RankGroup
@@ -34,7 +34,7 @@ class AnyBuffer(OfOneProcess):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are."""
+        """The device of the tensors."""
         return self._group.device
 
     @property
@@ -44,54 +44,57 @@ class AnyBuffer(OfOneProcess):
 
     @property
     def is_open(self) -> bool:
-        """Whether the buffer can be used: until it is closed."""
+        """Whether the buffer has not been closed."""
         return self._group.is_open
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """How long this process's ranks had to wait for which rank: int64 [ranks of this process, W] on the CPU,
+        """Returns how long this process's ranks waited for each rank: int64 [ranks of this process, W] on the CPU, in
         nanoseconds.
 
-        "wait_ns": in all calls since the buffer was made or reset; "last_wait_ns": in the last one, a dispatch with its
-        exchange of counts, a combine, or both halves of a low-latency call. Column p: for rank p, that is until what p
-        had to send or to take was there; p may itself have waited for somebody else. 0 for the rank itself.
+        "wait_ns": in all calls since the buffer was created or reset; "last_wait_ns": in the last one, a dispatch with
+        its exchange of counts, a combine, or both halves of a low-latency call. Column p: the time until rank p had
+        sent or taken what was needed; p may itself have waited for another rank. 0 for the rank itself.
 
-        Summed over the roles that waited, each channel has some: compare peers with each other, not with a clock. On
-        the host only time counts in which there was nothing else to do on the thread; on a GPU only waits of about 50
-        us or more, from then on. On a GPU these are figures of what has run so far: `synchronize` first.
+        Times are summed over the roles that waited, of which each channel has several: compare ranks with each other,
+        not with a clock. On the host only time counts in which the thread had nothing else to do; on a GPU only the
+        part of a wait after its first 50 us or so. On a GPU call `synchronize` first, because only launches that have
+        run are counted.
         """
         return self._group.statistics()
 
     def synchronize(self) -> None:
-        """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
+        """Waits until all launches of this rank are done; on the host they always are. Raises their failures."""
         self._group.synchronize()
 
     def raise_if_failed(self) -> None:
-        """As `megatron_ep.raise_if_failed`, for this buffer alone."""
+        """Raises as `megatron_ep.raise_if_failed`, for this buffer only."""
         self._group.raise_if_failed()
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of all ranks in reach, this one's too, until `reset`, and within two seconds those of all
-        others. From any thread; waits for no rank.
+        """Ends the waits of this rank and all ranks in reach at once, and of all others within two seconds.
 
-        Calls under way and later ones raise EPAbortError with the reason (its first 300 bytes or so) on all of them. An
-        earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing once it
-        is closed.
+        May be called from any thread; waits for no rank. Calls under way and later ones, until `reset`, raise
+        EPAbortError with the reason (about its first 300 bytes) on all of these ranks. If a call has failed before,
+        they raise that failure instead. The buffer can be closed, and another one created. Does nothing on a closed
+        buffer.
         """
         self._group.abort(reason)
 
     def close(self) -> None:
-        """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
-        fine. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA graphs have
-        captured stays allocated as long as they do; to replay it then only fills its outputs with NaN (-1 in integers).
+        """Frees the heaps, independently of other ranks. Handles of this buffer can no longer be used.
 
-        A buffer on a GPU that nobody has any more gives them back with the next call that makes a buffer, waits for
-        launches, or asks whether any failed. So does `close` while its thread captures a CUDA graph.
+        May be called twice. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA
+        graphs have captured stays allocated as long as the graphs; a replay then only fills its outputs with NaN (-1 in
+        integers).
+
+        A buffer on a GPU that is garbage-collected, or closed while its thread captures a CUDA graph, is freed by the
+        next call that creates a buffer, waits for launches, or checks for failures.
 
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
-        and group: `Buffer.release` gives them back.
+        and group: `Buffer.release` frees them.
 
-        Raises EPError, once the buffer is closed, if a launch has failed and nobody has been told. As a context manager
-        the buffer logs that as an error instead when another exception ends the block.
+        Raises EPError, once the buffer is closed, if a launch has failed and no call has raised it. As a context
+        manager the buffer logs that as an error instead if another exception ends the block.
         """
         self._group.close()
 
@@ -106,7 +109,7 @@ class AnyBuffer(OfOneProcess):
 
 
 def rank_group_of(buffer: object) -> RankGroup:
-    """The ranks of a buffer that live in this process. Raises ValueError for what is no buffer."""
+    """Returns the ranks of a buffer that live in this process. Raises ValueError if it is no buffer."""
     if not isinstance(buffer, AnyBuffer):
         raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
     return buffer._group

@@ -1,7 +1,7 @@
 """Dispatch and combine as differentiable functions.
 
-With a Buffer they take and return tensors; with a LocalCluster, lists with one tensor per rank. As linear maps dispatch
-and combine are each other's transpose, so the backward pass of each is the other, and can itself be differentiated.
+With a Buffer they take and return tensors, with a LocalCluster lists with one tensor per rank. As linear maps, dispatch
+and combine are each other's transpose: the backward pass of each is the other, and can itself be differentiated.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 PAYLOAD_DTYPES = tuple(PAYLOAD_TYPES)
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-# What `dispatch` took as topk_weights, [T, K], is not it.
+# combine takes one weight per row, [R], not the router's [T, K].
 WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatch(..., topk_weights)"
-# Bytes of a row are counted in 32 bits, as rows are; the rows that padding adds must leave room for others.
+# The number of rows is an int32; rows added by padding must leave room for the others.
 MAX_PADDED_ROWS = 2**30
 
 
 @dataclass
 class Received:
-    """What dispatch returns: tensors, or lists of them with a LocalCluster.
+    """Result of dispatch: tensors, or lists with one tensor per rank with a LocalCluster.
 
-    x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for
-        each. Flat: one row a token that came here, in the order of (source rank, token). Where the host has waited for
-        the counts on a GPU, the memory of what has R rows may have room for R / 7 + 74 more.
+    x: [R, H], in the dtype that was dispatched. Rows are grouped by local expert and ordered by (source rank, token)
+        for each. With layout "flat": one row per token that arrived, ordered by (source rank, token). If the host has
+        waited for the counts on a GPU, tensors with R rows may have memory for R / 7 + 74 more rows.
     scales: [R, ceil(H / 128)], only for float8.
-    probs: [R], the weight of each row, 0 where a row is padding or behind the last expert's; None when no weights were
+    probs: [R], the weight of each row, 0 for padding and for rows after the last expert's; None if no weights were
         given. Flat: [R, K], 0 where topk_idx is -1.
     tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. Flat: rounded up to
-        expert_alignment, though there is no padding; a row counts for each of its experts. On the CPU, except with
+        expert_alignment, although there is no padding; a row counts for each of its experts. On the CPU, except with
         max_recv_tokens on a GPU, where the host does not wait for it.
-    overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
+    overflow: int32 [1], not 0 if rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine, or to dispatch again with the same layout.
-    topk_idx: flat: int32 [R, K], the local experts of each row, in [0, L), or -1, as in all rows behind the last one.
-        The handle's own, not to be written to. None where rows are grouped.
+    topk_idx: flat: int32 [R, K], the local experts of each row, in [0, L), or -1, also in all rows after the last one.
+        Belongs to the handle: do not write to it. None if rows are grouped.
     """
 
     x: Any
@@ -62,10 +62,10 @@ class Received:
 
 
 class _ReceivedLater(Received):
-    """Reads counts and overflow from the handle on first access: making the tensors takes torch time."""
+    """Reads counts and overflow from the handle on first access, because creating the tensors takes time."""
 
     def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
-        """known: what need not be taken from the handle, as when `dataclasses.replace` makes another."""
+        """known: fields passed by `dataclasses.replace`; they are not read from the handle."""
         self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
         if handle.is_flat:
             self.topk_idx = self._of_handle([rank.dst_rows for rank in handle.ranks])
@@ -98,38 +98,39 @@ def dispatch(
     forward_dtype: torch.dtype | None = None,
     layout: str = "grouped",
 ) -> Received:
-    """Sends every token to the ranks of its experts. Inside `torch.compile` one operator: see docs/tuning.md.
+    """Sends every token to the ranks of its experts. Is one operator inside `torch.compile`: see docs/tuning.md.
 
-    Collective, and so is its backward pass: what is made of the result must take part in the loss on all ranks or on
-    none, and x and topk_weights must need a gradient on all or on none.
+    Collective, and so is the backward pass: the result must contribute to the loss on all ranks or on none, and x and
+    topk_weights must require a gradient on all ranks or on none.
 
     x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
-        and be 0; dtype and H may not differ. Gets a gradient, unless float8, of a type that `combine` takes.
+        and be 0; dtype and H may not differ. A gradient requires a type that `combine` takes; float8 gets none.
     topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
     topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
     buffer: a Buffer or LocalCluster.
-    handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without asking anyone for counts.
-    scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Get no gradient.
+    handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without exchanging counts.
+    scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Gets no gradient.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
-    expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
-    max_recv_tokens: R, fixed; rows of x beyond the last expert's hold anything, or zeros if x or topk_weights needs a
-        gradient. Rows beyond R are left out. A token is left out altogether (zeros) if it is not among the first R to
+    expert_capacity: gives each expert exactly this many rows. Rows that do not fit are omitted and reported in
+        `overflow`.
+    max_recv_tokens: fixes R. Rows of x after the last expert's are undefined, or zeros if x or topk_weights requires a
+        gradient. Rows beyond R are omitted. A token is omitted completely (zeros) if it is not among the first R to
         arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are
-        reported in `overflow`. On a GPU the host then waits for nothing, as in a CUDA graph it must not, so wrong ids
-        in topk_idx are found later, by the next call or `synchronize`; and with several nodes, where a rank has more
-        tokens than another, R must also be at least the number of tokens that any rank sends to another node, and the
-        ranks of that node must have room for them.
+        reported in `overflow`. On a GPU the host then does not wait, which a CUDA graph requires, so invalid ids in
+        topk_idx are found later, by the next call or `synchronize`. With several nodes and different T, R must also be
+        at least the number of tokens that any rank sends to another node, and the ranks of that node must have room for
+        them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
-        arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
-        travels in x's dtype. None: as they are.
-    layout: "grouped": a row for each of a token's experts here, those of an expert together. "flat": one row a token,
-        with the local experts it chose in `Received.topk_idx`; what combine brings back is one row a token, too, summed
-        by the caller over the experts here. Fewer bytes to write, for experts that permute rows themselves. Not with
-        expert_capacity, nor inside `torch.compile`. With a handle: that of the handle.
+        arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of unrounded rows, and travels in x's
+        dtype. None: rows travel unchanged.
+    layout: "grouped": one row for each of a token's experts on this rank, grouped by expert. "flat": one row per token,
+        with the local experts that it chose in `Received.topk_idx`; combine then also takes one row per token, summed
+        by the caller over the experts of this rank. Writes fewer bytes; for experts that permute rows themselves. Not
+        with expert_capacity, nor inside `torch.compile`. A handle keeps its own layout.
 
-    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
-    EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
-    that only pass through this rank.
+    Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
+    EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
+    only pass through this rank.
     """
     group, is_traced = _group_of(buffer, handle), torch.compiler.is_compiling()
     if handle is None and not is_traced:  # the operator does
@@ -162,7 +163,7 @@ def dispatch(
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
-    # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
+    # Outside of the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     if values:
         tensors = (*xs, *values, *(weights or ()))
@@ -189,7 +190,7 @@ def _received_of(
         return items if group.takes_lists else items[0]
 
     parts = (one(rows), None if scales is None else one(scales), None if probs is None else one(probs))
-    # A CUDA graph renews only what it has captured, so read counts and overflow now.
+    # A CUDA graph updates only what it has captured, so read counts and overflow now.
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(*parts, handle=handle)
     counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
@@ -200,24 +201,24 @@ def _received_of(
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
-    x: [R, H], contiguous; bfloat16, float32, float16 or float64, of which a GPU sums the last two only where
-        MEGATRON_EP_DTYPES named them at the build; rows as the dispatch of `handle` gave them. Rows of padding are
-        ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
+    x: [R, H], contiguous; bfloat16, float32, float16 or float64 (a GPU sums the last two only if MEGATRON_EP_DTYPES
+        named them at build time); rows in the order of the dispatch of `handle`. Rows of padding are ignored. Gets a
+        gradient. With flat rows each row is this rank's result for one token.
     handle: of the dispatch.
-    weights: [R], contiguous; float32, or float64 when x is float64: what each row of x is multiplied by, on all ranks
-        or on none. Those of padding are ignored. Gets a gradient. Spares the pass over x that
-        `x * weights.unsqueeze(1)` takes, and its rounding to x's dtype. Keeps x for the backward pass.
+    weights: [R], contiguous; float32, or float64 if x is float64: factor of each row of x, on all ranks or on none.
+        Weights of padding are ignored. Gets a gradient. Saves the pass over x that `x * weights.unsqueeze(1)` takes,
+        and its rounding to x's dtype. Keeps x for the backward pass.
 
-    Returns [T, H] in x's dtype, y[token] = sum of weights[row] * x[row] over the rows of the token, or of x[row]
+    Returns [T, H] in x's dtype: y[token] is the sum of weights[row] * x[row] over the rows of the token, or of x[row]
     without weights; zeros for a token without experts. Products and sums run in float32 (float64 for float64), each
     product rounded before it is added, in a fixed order: over the experts of a rank, then the ranks of a node, then the
     nodes; between these the sums travel in x's dtype.
 
     With g the gradient of y, brought to the rows by a dispatch: x gets weights[row] * g[row], rounded to its dtype, and
-    weights the sum over H of g[row] * x[row], in its own; padding gets zeros.
+    weights the sum over H of g[row] * x[row], in its own dtype; padding gets zeros.
 
-    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
-    EPTimeoutError when another rank does not take part.
+    Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
+    EPTimeoutError if another rank does not take part.
     """
     if not isinstance(handle, Handle):
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
@@ -248,7 +249,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
 
 
 def _group_of(buffer: AnyBuffer | None, handle: Handle | None) -> RankGroup:
-    """The ranks to use. If it is not known which buffer is meant, the other ranks of the one that may be are told."""
+    """Returns the ranks to use. If the buffer is ambiguous, ends the call on the other ranks of the likely one."""
     if handle is not None and not isinstance(handle, Handle):
         if isinstance(buffer, AnyBuffer):
             rank_group_of(buffer).refuse()
@@ -318,7 +319,7 @@ def _check_traced(handle: Handle, is_traced: bool) -> None:
 
 
 def listed(value: Any, group: RankGroup) -> Any:
-    """Tensors that are known to be right, one for each rank of this process; None: none."""
+    """Returns checked tensors as a list, one per rank of this process; None stays None."""
     return value if value is None else list(value) if group.takes_lists else [value]
 
 
@@ -350,7 +351,7 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], meaning: str = "") -> None:
-    """meaning: as of `check_weights`."""
+    """Raises ValueError unless the tensor's dtype is allowed. meaning: as in `check_weights`."""
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(map(str, allowed))}{meaning}")
 
@@ -360,8 +361,10 @@ def check_alignment(group: RankGroup, expert_alignment: int) -> None:
 
 
 def check_num_tokens(group: RankGroup, topk_idx: Sequence[torch.Tensor], expert_alignment: int) -> None:
-    """Raises ValueError where a rank that got the tokens of all, were they as many everywhere, could not count its
-    rows: numbers of rows are int32, also when a loop is a warp behind their end."""
+    """Raises ValueError if the rows of a rank that receives every token, with this many on each rank, exceed int32.
+
+    Leaves room for a loop that runs up to a warp beyond the last row.
+    """
     local_experts = group.num_local_experts
     rows = MAX_ROWS - 64 - local_experts * (expert_alignment - 1)
     most = rows // (group.topology.world_size * min(topk_idx[0].shape[1], local_experts))
