@@ -26,7 +26,7 @@ from megatron_ep.backends import sizes, tcp
 from megatron_ep.backends.interface import CountSettings, RankTensors, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import Config
 from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -78,14 +78,13 @@ def pci_address(device: torch.device) -> str | None:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def num_sms(config: Config, device: torch.device, local_ranks: int, topology: Topology | None = None) -> int:
+def num_sms(config: Config, device: torch.device, local_ranks: int, wanted: int = sizes.DEFAULT_SMS) -> int:
     """SMs that a launch uses for each of the ranks that this process has on its GPU.
 
-    topology: for the normal mode, whose number depends on it. None: the low-latency mode, which is all latency.
+    wanted: where the config leaves them open, if the GPU has as many.
     """
     if config.num_sms is not None:
         return config.num_sms
-    wanted = sizes.DEFAULT_SMS if topology is None else sizes.default_sms(topology)
     return max(1, min(wanted, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda
+from megatron_ep.backends import cuda, sizes
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import RankTensors
@@ -191,14 +191,17 @@ def connect(
         ranks = HostLowLatencyRanks(backend, heap, segments, warps)
         group.open_on_network(tolerates_loss=masks is not None)
         return heap, ranks, masks
+    is_mapped = isinstance(backend.group, _C.CudaGroup)
+    lines = is_mapped and masks is None and group.keeps_lines()
+    wanted = sizes.LINES_SMS if lines else sizes.DEFAULT_SMS
     # the ranks of this process are launched one after the other
-    blocks = cuda.num_sms(group.config, group.device, len(group.ranks)) * len(group.ranks)
-    if not isinstance(backend.group, _C.CudaGroup):
+    blocks = cuda.num_sms(group.config, group.device, len(group.ranks), wanted) * len(group.ranks)
+    if not is_mapped:
         heap = make_heap(blocks, staged=topology.nodes > 1)
         launches, memories, memory = group.low_latency_over_network(heap, blocks)
         group.open_on_network(tolerates_loss=masks is not None)
         return heap, CudaLowLatencyRanks(backend, launches, masks, memories, network_memory=memory), masks
-    heap = make_heap(1, staged=False, lines=masks is None and group.keeps_lines())
+    heap = make_heap(1, staged=False, lines=lines)
     if local:
         with torch.cuda.device(group.device):
             cuda.prepare_to_allocate()

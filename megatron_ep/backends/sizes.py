@@ -12,6 +12,9 @@ from megatron_ep.config import MAX_TOPK, Config, Topology
 # SMs of one rank that fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) / about 20 GB/s of rows that an SM
 # moves (H200) = 22.5, rounded up to a multiple of eight.
 DEFAULT_SMS = 24
+# SMs of the low-latency mode's lines between mapped ranks: at T = 128 on two H200 both ways take 77 us with 24 SMs, 43
+# with 64 and 38 with 128.
+LINES_SMS = 64
 # From so many nodes on the normal mode waits for the network card, and with fewer SMs takes hardly longer: at T = 4096
 # both ways 3 % at most, by the predictions that docs/tuning.md names.
 MANY_NODES, MANY_NODES_SMS = 8, 16

@@ -61,7 +61,7 @@ class DistributedRankGroup(RankGroup):
         own = self._rank_info = infos[self.rank]
         self._neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
         if self.device.type == "cuda":
-            sms = cuda.num_sms(config, self.device, 1, self.topology)
+            sms = cuda.num_sms(config, self.device, 1, sizes.default_sms(self.topology))
             self.heap = sizes.gpu_heap(self.topology, config, sms)
             backend, fabric = connect.processes(
                 self._rendezvous, self.topology, config, self.heap, self.device, sms, infos, fabric

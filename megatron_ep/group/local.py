@@ -53,7 +53,7 @@ class LocalRankGroup(RankGroup):
         if self.device.type == "cuda":
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
-            sms = cuda.num_sms(config, self.device, len(self.ranks), self.topology)
+            sms = cuda.num_sms(config, self.device, len(self.ranks), sizes.default_sms(self.topology))
             self.heap = sizes.gpu_heap(self.topology, config, sms, len(self.ranks))
             self._backend = connect.local_ranks(self.topology, config, self.heap, self.device, sms)
             log_set_up(self, "p2p (one GPU)", self.heap, sms)

@@ -131,7 +131,9 @@ class Case:
     def num_sms(self) -> int:
         if self.config.num_sms is not None:
             return self.config.num_sms
-        return sizes.DEFAULT_SMS if self.is_low_latency else sizes.default_sms(self.topology)
+        if self.is_low_latency:
+            return sizes.DEFAULT_SMS if self.uses_network else sizes.LINES_SMS
+        return sizes.default_sms(self.topology)
 
     @property
     def uses_network(self) -> bool:

@@ -32,10 +32,10 @@ def test_the_number_goes_with_the_nodes(monkeypatch, nodes, sms):
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     topology, config, device = Topology(nodes, 8), Config(num_experts=8 * nodes), torch.device("cuda", 0)
-    assert cuda.num_sms(config, device, 1, topology) == sizes.default_sms(topology) == sms
+    assert cuda.num_sms(config, device, 1, sizes.default_sms(topology)) == sizes.default_sms(topology) == sms
     assert Case(topology, config, topk=8, images=1).num_sms == sms
-    assert cuda.num_sms(config, device, 12, topology) == 11  # a share of the GPU
-    assert cuda.num_sms(Config(num_experts=8 * nodes, num_sms=5), device, 1, topology) == 5
+    assert cuda.num_sms(config, device, 12, sizes.default_sms(topology)) == 11  # a share of the GPU
+    assert cuda.num_sms(Config(num_experts=8 * nodes, num_sms=5), device, 1, 64) == 5
 
 
 def test_the_low_latency_mode_keeps_its_own(monkeypatch):
@@ -45,3 +45,5 @@ def test_the_low_latency_mode_keeps_its_own(monkeypatch):
     assert cuda.num_sms(config, torch.device("cuda", 0), 1) == sizes.DEFAULT_SMS
     case = Case(Topology(32, 8), config, mode="low-latency", num_tokens=8, images=1)
     assert case.num_sms == sizes.DEFAULT_SMS
+    in_a_node = Case(Topology(1, 8), config, mode="low-latency", num_tokens=8)
+    assert in_a_node.num_sms == sizes.LINES_SMS
