@@ -14,6 +14,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark that the first argument names, each of which imports what it needs."""
     if argv and argv[0] in NAMES:
         name, argv = argv[0].replace("-", "_"), argv[1:]
+    elif argv and not argv[0].startswith("-"):
+        print(f"megatron-ep bench: no benchmark {argv[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
     else:
         name = "layer"
     try:

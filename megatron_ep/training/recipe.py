@@ -86,9 +86,12 @@ class Recipe(Section):
         return self
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
 def find(name: str | Path) -> Path:
     """The file of a recipe: a file of that name, or else the one that comes with megatron_ep (`tiny_moe_cpu`)."""
-    own = Path(__file__).parents[1] / "recipes" / f"{name}.yaml"
+    own = RECIPES / f"{name}.yaml"
     return own if own.is_file() and not Path(name).exists() else Path(name)
 
 
@@ -96,6 +99,9 @@ def read(path: str | Path) -> dict[str, Any]:
     """The sections of a recipe's file, unchecked. Raises ValueError: it cannot be read, or is no YAML of sections."""
     try:
         tree = yaml.load(find(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        names = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
+        raise ValueError(f"recipe {path}: No such file, and none of {names}") from None
     except OSError as error:
         raise ValueError(f"recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

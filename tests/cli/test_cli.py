@@ -97,6 +97,11 @@ def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus
         assert f"must be at most {most} for {ranks} ranks on a GPU of 132 SMs" in message
 
 
+def test_bench_names_its_benchmarks(capsys):
+    assert cli.main(["bench", "nosuch"]) == 2
+    assert "no benchmark 'nosuch'; there are router, agreement, cuda" in capsys.readouterr().err
+
+
 def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):
     cli.main(["train", TINY])
     [((_, arguments), _)] = by_hand
@@ -106,7 +111,7 @@ def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["none.yaml"], ["none.yaml", "No such file"]),
+        (["none.yaml"], ["none.yaml", "No such file", "none of deepseek_v3, ", " tiny_moe_cpu"]),
         ([TINY, "--set", "train.sead=1"], ["train.sead", "did you mean seed?"]),
         ([TINY, "--steps", "0"], ["train.train_iters", "0"]),
         ([TINY, "--data", "nothing.txt"], ["--data", "nothing.txt"]),
