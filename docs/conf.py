@@ -1,11 +1,20 @@
 """The site that `make docs` builds: the documents of this repository, and the API from its docstrings."""
 
 import re
-from importlib.metadata import version as version_of
+import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
+
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+# The extension need not be compiled: no page shows what is in it.
+sys.path.insert(0, str(ROOT))
+sys.modules |= {"megatron_ep._C": MagicMock(), "megatron_ep._simulate": MagicMock()}
 
 project = "megatron_ep"
-version = release = version_of("megatron_ep")
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 # The source folder is the repository itself, so that a link means the same here and in a checkout.
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]

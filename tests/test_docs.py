@@ -5,6 +5,8 @@ import importlib.util
 import io
 import itertools
 import re
+import shutil
+import subprocess
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,3 +245,13 @@ def test_errors_that_are_explained_exist() -> None:
     said = messages()
     missing = [part for part in quoted_errors() if part not in said]
     assert not missing
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_site_needs_no_compiler():
+    planned = subprocess.run(
+        ["make", "--dry-run", "--always-make", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert (
+        "-m sphinx" in planned and "pip install --no-build-isolation" not in planned and "cmake --build" not in planned
+    )
