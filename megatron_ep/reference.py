@@ -1,4 +1,4 @@
-"""The specification: what dispatch and combine compute, for all ranks at once, in plain torch.
+"""The specification of dispatch and combine, for all ranks at once, in plain torch.
 
 Lists have one entry per rank.
 """
@@ -13,13 +13,14 @@ SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
 
 
 def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, H], bfloat16, float16 or float32, to float8_e4m3fn [T, H] and scales [T, ceil(H / 128)], about x together.
+    """Converts x [T, H], bfloat16, float16 or float32, to float8_e4m3fn values [T, H] and scales [T, ceil(H / 128)], so
+    that x is about values * scale.
 
-    A scale is the largest |x| of its block of 128 elements (fewer at a row's end) divided by 448, or 1 where that is 0:
+    A scale is the largest |x| of its block of 128 elements (fewer at a row's end) divided by 448, or 1 if that is 0:
     the blocks of DeepSeek-V3 (its technical report, section 3.3.2). It is kept as "fp32", as the next power of two that
     is not smaller, at least 2^-126 ("pow2"), or that as float8_e8m0fnu ("ue8m0": OCP Microscaling Formats 1.0, section
-    5.4.1). A value is x / scale, at most 448 in size. A block with an infinity or NaN becomes NaN, values and scale.
-    Computed in float32, rounded to nearest even.
+    5.4.1). A value is x / scale, at most 448 in magnitude. In a block with an infinity or NaN, values and scale become
+    NaN. Computed in float32, rounded to nearest even.
     """
     tokens, hidden = x.shape
     blocks = -(-hidden // SCALE_BLOCK)
@@ -37,7 +38,7 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
 def expert_rows(
     topk_idx: list[torch.Tensor], expert: int, expert_alignment: int = 1, expert_capacity: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The rows of an expert in order, as (token, k), and the rows of padding behind them.
+    """Returns the rows of an expert in order, as (token, k), and the number of padding rows after them.
 
     Tokens are counted over all ranks, so the order is (source rank, token).
     """
@@ -50,8 +51,9 @@ def expert_rows(
 def left_out(
     topk_idx: list[torch.Tensor], rank: int, num_experts: int, max_recv_tokens: int, expert_capacity: int | None
 ) -> torch.Tensor:
-    """The tokens that a rank has no room for: those that arrive after max_recv_tokens others, in the order of (source
-    rank, token). With expert_capacity there is room for as many as this rank has itself from each rank, at least."""
+    """Returns the tokens that do not fit on a rank: those that arrive after max_recv_tokens others, in the order of
+    (source rank, token). With expert_capacity there is room for at least this rank's own number of tokens from each
+    rank."""
     most = max_recv_tokens
     if expert_capacity is not None:
         most = max(most, len(topk_idx) * len(topk_idx[rank]))
@@ -68,11 +70,11 @@ def dispatch(
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """x [T, H], topk_idx [T, K], topk_weights [T, K] to x [R, H], probs [R], tokens_per_expert int64 [L].
+    """Takes x [T, H], topk_idx [T, K], topk_weights [T, K]; returns x [R, H], probs [R], tokens_per_expert int64 [L].
 
     Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of
-    expert_alignment, or cut or padded to expert_capacity. With max_recv_tokens all of this is cut or padded to so many
-    rows, and those of tokens that are left out are zeros. Scales of float8 rows arrive as their rows do.
+    expert_alignment, or cut or padded to expert_capacity. With max_recv_tokens all rows together are cut or padded to
+    that number, and those of omitted tokens are zeros. Scales of float8 rows arrive as their rows do.
     """
     local_experts = num_experts // len(x)
     sent_x, sent_weights = torch.cat(x), torch.cat(topk_weights)
@@ -107,11 +109,11 @@ def combine(
     max_recv_tokens: int | None = None,
     weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H].
+    """Takes expert_out [R, H], rows in the order of dispatch; returns the sum of each token's rows, [T, H].
 
-    Rows that dispatch left out count as zeros. weights: [R], float32 (float64 for float64): each row is multiplied by
-    its own, in their dtype.
-    Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank,
+    Rows that dispatch omitted count as zeros. weights: [R], float32 (float64 for float64): factor of each row,
+    multiplied in their dtype.
+    Sums in float64. The kernels sum in float32 and round to the dtype of x whenever a partial sum travels: per rank,
     then per node.
     """
     num_tokens = [idx.shape[0] for idx in topk_idx]
@@ -140,11 +142,11 @@ def flat_dispatch(
     expert_alignment: int = 1,
     max_recv_tokens: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """As `dispatch`, with a row for each token that chose an expert of a rank, in the order of (source rank, token).
+    """Dispatches one row for each token that chose an expert of a rank, in the order of (source rank, token).
 
-    Returns x [R, H], ids int32 [R, K], probs [R, K], tokens_per_expert int64 [L]. ids are those of the rank's experts,
-    numbered from 0, and -1 for others, whose probs are 0. Nothing is padded but tokens_per_expert, which is rounded up;
-    with max_recv_tokens all else is cut or padded to so many rows, those behind the last with zeros, and -1 for ids.
+    Returns x [R, H], ids int32 [R, K], probs [R, K], tokens_per_expert int64 [L]. ids are numbers of the rank's
+    experts, from 0, and -1 for others, whose probs are 0. tokens_per_expert is rounded up to expert_alignment; rows are
+    not padded. With max_recv_tokens they are cut or padded to that number, with zeros, and -1 for ids.
     """
     local_experts = num_experts // len(x)
     sent_x, sent_weights = torch.cat(x), torch.cat(topk_weights)
@@ -164,7 +166,7 @@ def flat_dispatch(
 
 
 def flat_rows(topk_idx: list[torch.Tensor], rank: int, num_experts: int) -> torch.Tensor:
-    """The tokens, counted over all ranks, that chose an expert of a rank."""
+    """Returns the tokens, counted over all ranks, that chose an expert of a rank."""
     expert_rank = torch.cat(topk_idx).div(num_experts // len(topk_idx), rounding_mode="floor")
     return (expert_rank == rank).any(dim=1).nonzero()[:, 0]
 
@@ -176,7 +178,7 @@ def flat_combine(
     max_recv_tokens: int | None = None,
     weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """As `combine`, of rows [R, H] as flat_dispatch gave them, weights [R]."""
+    """Combines rows [R, H] in the order of flat_dispatch, with weights [R], as `combine` does."""
     num_tokens = [idx.shape[0] for idx in topk_idx]
     sums = rank_out[0].new_zeros(sum(num_tokens), rank_out[0].shape[1], dtype=torch.float64)
     for rank, out in enumerate(rank_out):
@@ -189,7 +191,8 @@ def flat_combine(
 def places(
     topk_idx: list[torch.Tensor], rank: int, num_experts: int, expert_alignment: int = 1
 ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of each expert of a rank: where its rows begin, and the tokens (over all ranks) and k in their order."""
+    """Returns for each expert of a rank its first row, and the tokens (over all ranks) and k in the order of its
+    rows."""
     local_experts, first, out = num_experts // len(topk_idx), 0, []
     for expert in range(rank * local_experts, (rank + 1) * local_experts):
         token, k, padding = expert_rows(topk_idx, expert, expert_alignment)
@@ -207,12 +210,12 @@ def low_latency_combine(
     weights: list[torch.Tensor] | None = None,
     sum_at: str = "token",
 ) -> list[torch.Tensor]:
-    """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H], bit by bit.
+    """Takes expert_out [R, H], rows in the order of dispatch; returns the sum of each token's rows, [T, H], bit by bit.
 
     Products and sums in float32 (float64 for float64), in the order of k, rounded to the dtype of expert_out at the
     end. weights: [T, K] with sum_at="token", [R] with "expert": then the rows of a rank's experts are summed first, and
     their sum takes the place of the last of them and is rounded, too. Rows from max_recv_tokens on, which dispatch
-    left out, count as zeros.
+    omitted, count as zeros.
     """
     dtype, world = expert_out[0].dtype, len(expert_out)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -231,7 +234,7 @@ def low_latency_combine(
         terms = terms * torch.cat(weights).unsqueeze(2)
 
     def in_order(chosen: torch.Tensor) -> torch.Tensor:
-        """The sums of the terms that are chosen, [T, K]."""
+        """Returns the sums of the chosen terms. chosen: bool [T, K]."""
         total = terms.new_zeros(len(ids), terms.shape[2])
         for k in range(ids.shape[1]):
             total = torch.where(chosen[:, k : k + 1], total + terms[:, k], total)
@@ -252,10 +255,11 @@ def _lengths(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
-    """topk_idx as it counts where ranks are masked: -1 for choices of a rank that the token's has masked, or that has
-    masked the token's. active: int32 [W] of each rank, 0 for those that it has masked.
+    """Returns topk_idx with -1 for choices of a rank that the token's rank has masked, or that has masked the token's
+    rank.
 
-    All that the low-latency mode computes with masked ranks is what it computes of these without.
+    active: for each rank int32 [W], 0 for the ranks that it has masked. With masked ranks the low-latency mode computes
+    what it computes from these ids without masks.
     """
     local_experts, out = num_experts // len(topk_idx), []
     for rank, idx in enumerate(topk_idx):
@@ -267,8 +271,8 @@ def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num
 
 
 def renormalized(weights: torch.Tensor, topk_idx: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """weights [T, K] where only the choices of `kept` are left of those of topk_idx, both [T, K]: times the sum of all
-    weights of choices over that of those left, in the order of k, unless that is 0; as they are where all are left."""
+    """Returns weights [T, K], scaled for tokens of which only the choices in `kept` are left of those in topk_idx, both
+    [T, K]: by the sum of the weights of all choices over that of those left, in the order of k, unless that is 0."""
     picked, left = topk_idx >= 0, kept >= 0
     sums = weights.new_zeros(2, len(weights))
     for k in range(weights.shape[1]):

@@ -1,4 +1,4 @@
-"""The low-latency mode: dispatch and combine of few tokens, in one hop and without a wait of the host."""
+"""The low-latency mode: dispatch and combine for few tokens, in one hop and without a wait of the host."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ from megatron_ep.normal.autograd import need_gradient
 
 
 class LowLatency(MaskedRanks):
-    """Dispatch and combine of at most max_tokens tokens a rank: a token goes straight to each rank that wants it.
+    """Dispatch and combine for at most max_tokens tokens per rank: a token goes straight to each rank that wants it.
 
-    For inference, mostly: latency counts, batches are small, and the host must not wait. max_tokens fixes all shapes.
-    Belongs to a buffer, whose failures it shares and whose calls it may be mixed with in any order; it has memory of
-    its own. Construction and all calls are collective.
+    Intended for inference: small batches, where latency matters and the host must not wait. max_tokens fixes all
+    shapes. Belongs to a buffer: it shares the buffer's failures, its calls may be mixed with the buffer's in any order,
+    and it has separate memory. Construction and all calls are collective.
 
-    A call is sent at once, and received at once or, with return_recv_hook, when the hook is called; in between nothing
-    of it runs. Two dispatches and two combines may be under way, received in any order; all ranks must send in the same
-    order.
+    A call is sent at once. It is received at once or, with return_recv_hook, when the hook is called; in between
+    nothing of it runs. Two dispatches and two combines may be under way, received in any order. All ranks must send in
+    the same order.
 
     buffer: a Buffer or LocalCluster.
-    max_tokens: the most tokens that any rank dispatches, at most 1024.
-    hidden, dtype: of the largest row. Others may be used as long as they have no more bytes; rows of `hidden` elements
-        as float8 always fit.
+    max_tokens: the largest number of tokens that any rank dispatches, at most 1024.
+    hidden, dtype: of the largest row. Rows with fewer bytes may be used too; rows of `hidden` elements as float8 always
+        fit.
     topk: the largest K, at most 32.
 
-    on_dead_rank: what becomes of a call when a rank does not take part. "raise": EPTimeoutError on all ranks. "mask":
-        calls go on without that rank, from then on; `active_ranks` shows it, and a warning in the log. A masked rank r
-        is as if every choice of its experts were -1 and it had no tokens. If it comes after all it gets an
-        EPMaskedError. A rank that reports an error of its own (wrong arguments, Ctrl-C, an exception) ends the calls of
-        all as ever. The same on all ranks.
-    mask_timeout: seconds after which a rank that others wait for, and that waits for nobody itself, is masked; a tenth
-        of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
-        any wait. None: a tenth of Config.timeout, at most 10.
+    on_dead_rank: what happens if a rank does not take part; the same on all ranks. "raise": EPTimeoutError on all
+        ranks. "mask": this and later calls continue without that rank; `active_ranks` and a warning in the log show it.
+        A masked rank is treated as if every choice of its experts were -1 and it had no tokens. If it comes after all
+        it gets an EPMaskedError. A rank that reports an error (invalid arguments, Ctrl-C, an exception) still ends the
+        calls of all ranks.
+    mask_timeout: seconds after which a rank is masked that others wait for and that does not wait itself. Must be
+        longer than ranks are ever apart: from a tenth of a second to a few seconds for inference. At most
+            Config.timeout, which
+        bounds every wait. None: a tenth of Config.timeout, at most 10.
 
     Takes about 2 * (8/7 * (W + min(W, topk)) + topk) * max_tokens * hidden * itemsize bytes of memory on each rank,
     with "mask" 2 * W * (1 + min(topk, L)) * max_tokens * hidden * itemsize; over a network 2 * (W + topk) * max_tokens
-    * hidden * itemsize and room for the rows that are staged. `memory_bytes` says how much.
+    * hidden * itemsize and room for the rows that are staged. `memory_bytes` returns the exact number.
 
-    Raises ValueError for arguments that are out of range or differ between ranks, EPError when a rank does not come or
+    Raises ValueError for arguments that are out of range or differ between ranks, EPError if a rank does not come or
     its memory cannot be set up.
     """
 
@@ -99,7 +100,7 @@ class LowLatency(MaskedRanks):
 
     @property
     def memory_bytes(self) -> int:
-        """What each rank keeps for this mode."""
+        """Bytes of memory that each rank keeps for this mode."""
         return self._calls.heap.bytes
 
     def dispatch(
@@ -122,36 +123,37 @@ class LowLatency(MaskedRanks):
         """Sends every token to the ranks of its experts.
 
         x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between
-            ranks and be 0. Gets a gradient, unless float8, of a type that `megatron_ep.combine` takes.
-        topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU wrong ids are
+            ranks and be 0. A gradient requires a type that `megatron_ep.combine` takes; float8 gets none.
+        topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU invalid ids are
             found later, by the next call or `synchronize`.
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
         layout: "masked": each expert has W * max_tokens rows, for a masked GEMM. "grouped": one expert's rows follow
             the other's, for a contiguous grouped GEMM.
-        expert_capacity: masked: gives each expert this many rows instead; more than fit are left out and reported in
-            `overflow`. W times the most tokens of a rank are enough.
+        expert_capacity: masked: gives each expert this many rows instead. Rows that do not fit are omitted and reported
+            in `overflow`. W times the largest number of tokens of a rank is always enough.
         expert_alignment: grouped: pads each expert's rows to a multiple of this.
-        max_recv_tokens: grouped: R. None: as many rows as may come, W * max_tokens * min(K, L), and their padding.
-        fp8: bfloat16 x becomes float8_e4m3fn on the way: each 128 elements of a row get a scale, their largest |x| /
-            448, kept as "fp32", rounded up to a power of two ("pow2"), or that as float8_e8m0fnu ("ue8m0"). Bit by bit
-            what `megatron_ep.reference.quantize` gives; a block with an infinity or NaN becomes NaN. The gradient of x
-            is that of the rows (straight through), in bfloat16: see `LowLatencyReceived.straight_through`.
+        max_recv_tokens: grouped: R. None: room for every row that may arrive, W * max_tokens * min(K, L), and padding.
+        fp8: bfloat16 x becomes float8_e4m3fn on the way, with one scale per 128 elements of a row, their largest |x| /
+            448: kept as "fp32", rounded up to a power of two ("pow2"), or that as float8_e8m0fnu ("ue8m0"). Gives the
+            bits of `megatron_ep.reference.quantize`; a block with an infinity or NaN becomes NaN. The gradient of x is
+            that of the rows (straight through), in bfloat16: see `LowLatencyReceived.straight_through`.
         scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, of float8 x.
-        scale_layout: "row": as [.., ceil(H / 128)] lies in memory. "column": the same shape, its last two dimensions
-            transposed in memory and columns aligned to 16 bytes, as grouped fp8 GEMMs want them (DeepGEMM's MN-major
-            scales for TMA); float8_e8m0fnu four to an int32, and H a multiple of 512.
-        recv_rows: int64 [W]: to each rank's number is added how many tokens came from it, each once, however many
-            experts here it chose. Added on the buffer's device, when the call is received; in CUDA graphs too.
-        recv_wait_ns: int64 [W]: to each rank's number are added the nanoseconds from the beginning of the receiving
-            half until the last for which it had to wait for that rank was here; 0 if all was here already. On a GPU its
-            clock may tick as slowly as once in a microsecond. Added as recv_rows are.
-        return_recv_hook: returns (received, hook): the call is received when hook() is called, on torch's then current
-            stream, and what was received is good only from then on. x may be overwritten before.
+        scale_layout: "row": row-major [.., ceil(H / 128)]. "column": the same shape, with its last two dimensions
+            transposed in memory and columns aligned to 16 bytes, as grouped fp8 GEMMs expect (DeepGEMM's MN-major
+            scales for TMA); float8_e8m0fnu are packed four to an int32, and H must be a multiple of 512.
+        recv_rows: int64 [W]: the number of tokens that came from each rank is added to its entry, each token once,
+            however many experts of this rank it chose. Added on the buffer's device when the call is received, in CUDA
+            graphs too.
+        recv_wait_ns: int64 [W]: the time that the receiving half waited for each rank is added to its entry, in
+            nanoseconds from the beginning of the half until the rank's last data arrived; 0 if it did not wait. A GPU's
+            clock may have a resolution of only a microsecond. Added as recv_rows is.
+        return_recv_hook: returns (received, hook): the call is received when hook() is called, on torch's current
+            stream at that time, and the tensors are valid only afterwards. x may be overwritten before.
 
-        Returns LowLatencyReceived. Raises ValueError for a wrong argument, and for a third dispatch under way, before
-        anything is sent; EPTimeoutError when another rank does not take part, unless those are masked. Then the
-        backward pass raises EPError if a rank was masked since the forward pass, and a call EPMaskedError, on a GPU
-        perhaps a later one, if others have masked this rank because it did not come.
+        Returns LowLatencyReceived. Raises ValueError for an invalid argument, and for a third dispatch under way,
+        before anything is sent; EPTimeoutError if another rank does not take part, unless dead ranks are masked. With
+        masks, the backward pass raises EPError if a rank was masked since the forward pass, and a call, on a GPU
+        possibly a later one, raises EPMaskedError if others have masked this rank because it did not come.
         """
         group, calls = self._group, self._calls
         calls.in_flight["dispatch"].check()
@@ -189,24 +191,24 @@ class LowLatency(MaskedRanks):
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
-        x: rows as the dispatch of `handle` gave them, contiguous; of a type that `megatron_ep.combine` takes. Rows
-            without a token are ignored. Read where it lies and written straight to the memory of the token's rank:
-            nothing is staged, except for a network. Gets a gradient.
+        x: rows in the layout of the dispatch of `handle`, contiguous; of a type that `megatron_ep.combine` takes. Rows
+            without a token are ignored. x is read in place and written straight to the memory of the token's rank; only
+            rows for a network are staged. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
-        topk_weights: [T, K], with sum_at="token": what the rows of a token are multiplied by. float32, or float64 when
-            x is float64. Gets a gradient.
-        row_weights: x's shape without H, with sum_at="expert": what each row is multiplied by, such as
-            `received.probs`. Type and gradient as of topk_weights.
+        topk_weights: [T, K], with sum_at="token": factors of the rows of a token. float32, or float64 if x is float64.
+            Gets a gradient.
+        row_weights: x's shape without H, with sum_at="expert": factor of each row, such as `received.probs`. Type and
+            gradient as for topk_weights.
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
-            a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
+            a rank first sums the rows of its experts, so that one row per (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype, and takes the place of its rank's last
             expert among the token's choices: within a node the bits of `megatron_ep.combine`.
-        renormalize: where choices of masked ranks are left out, a token's other weights are multiplied by the sum of
-            all over the sum of the others (unless that is 0). Only with topk_weights, without a gradient and
+        renormalize: if choices of masked ranks are omitted, a token's other weights are multiplied by the sum of all
+            weights over the sum of the others (unless that is 0). Only with topk_weights, without a gradient and
             with on_dead_rank="mask".
-        out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
-        recv_wait_ns: as of `dispatch`.
-        return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.
+        out: [T, H], x's dtype: receives the sums. Not if a gradient is needed.
+        recv_wait_ns: as for `dispatch`.
+        return_recv_hook: returns (y, hook): y is valid once hook() has been called; x may be overwritten before.
 
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.

@@ -1,4 +1,4 @@
-"""The ranks that the low-latency mode goes on without."""
+"""Ranks that the low-latency mode continues without."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_DEAD_RANK = ("raise", "mask")
 
 
 class MaskedRanks(OfOneProcess):
-    """What `LowLatency` shows of them."""
+    """The part of `LowLatency` that is about masked ranks."""
 
     _group: RankGroup
     _calls: LowLatencyCalls
@@ -30,48 +30,51 @@ class MaskedRanks(OfOneProcess):
     def active_ranks(self) -> Any:
         """int32 [W] on the buffer's device, a list of them with a LocalCluster: 1, or 0 for a masked rank.
 
-        Calls write 0 when they mask a rank. Writing 0 masks a rank from the next call on, and this rank for that one; a
-        rank's own entry counts for nothing. Writing 1 brings nobody back, the next call writes 0 again: `Buffer.reset`
-        does, for ranks that live, and for others `readmit` or a new buffer. On a GPU to be written on the stream of the
-        calls.
+        Calls write 0 when they mask a rank. Writing 0 masks a rank from the next call on, and that rank then masks this
+        one; a rank's own entry has no effect. Writing 1 does not bring a rank back, because the next call writes 0
+        again: use `Buffer.reset` for ranks that live, `readmit` or a new buffer for others. On a GPU write on the
+            stream
+        of the calls.
 
-        Ranks may see different ones, where callers have written different ones: two ranks go on together as long as
-        neither has masked the other. Who is masked because it did not come gets an EPMaskedError instead. Raises
-        ValueError with on_dead_rank="raise".
+        Values may differ between ranks if callers have written different ones: two ranks continue together as long as
+        neither has masked the other. A rank that is masked because it did not come gets an EPMaskedError instead.
+        Raises ValueError with on_dead_rank="raise".
         """
         return self._of_ranks(self._masks.active)
 
     @property
     def dropped_choices(self) -> Any:
-        """int64 [2] on the buffer's device, a list of them with a LocalCluster: how many choices of this rank's tokens
-        dispatches have not sent, and combines gone without (those of their dispatches among them), since the beginning
-        or the last reset, because the expert's rank was masked. Raises ValueError with on_dead_rank="raise"."""
+        """int64 [2] on the buffer's device, a list of them with a LocalCluster: the choices of this rank's tokens that
+        dispatches have not sent, and that combines lacked (including those of their dispatches), because the expert's
+        rank was masked. Counted since creation or the last reset. Raises ValueError with on_dead_rank="raise"."""
         return self._of_ranks(self._masks.dropped)
 
     def masked_ranks(self) -> Any:
-        """The ranks that calls have masked, a list of lists with a LocalCluster; at once, without waiting for what runs
-        on a GPU. Logs a warning for each that is new. Raises ValueError with on_dead_rank="raise"."""
+        """Returns the ranks that calls have masked, a list of lists with a LocalCluster, without waiting for the GPU.
+
+        Logs a warning for each new one. Raises ValueError with on_dead_rank="raise".
+        """
         masks = self._masks
         masks.log_news()
         return self._of_ranks([masks.masked(i) for i in range(len(self._group.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
-        """Takes ranks back whose processes have ended, also by an EPMaskedError, and were started again.
+        """Takes ranks back whose processes have ended, also because of an EPMaskedError, and were started again.
 
-        Collective of all ranks: those that stayed call this, between two calls of the low-latency mode and with none
-        under way; those that came back call `megatron_ep.rejoin`. Only their memory is mapped anew, where the former
-        one was, so that CUDA graphs with low-latency calls stay good. Then everything is as after `Buffer.reset`: no
-        rank is masked, and the buffer's normal mode works, too. Nothing that a former process has written shows: it has
-        ended before, and is seen to have.
+        Collective over all ranks: ranks that stayed call this, between two calls of the low-latency mode and with none
+        under way; ranks that came back call `megatron_ep.rejoin`. Only the memory of these is mapped again, at its
+        former addresses, so that CUDA graphs with low-latency calls stay valid. Afterwards everything is as after
+        `Buffer.reset`: no rank is masked, and the buffer's normal mode works, too. Writes of a former process have no
+        effect, because it is known to have ended.
 
-        ranks: all that have come back; none may be missing still.
-        store: which all ranks reach, with nothing in it: for each time another, or a PrefixStore of another prefix.
+        ranks: all ranks that have come back; no other rank may be missing.
+        store: an empty store that all ranks reach: use a new one, or a PrefixStore with a new prefix, each time.
 
         Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
-        where a call is under way, for a buffer with another LowLatency, and for a LocalCluster; EPError where a rank's
-        former process lives, and when one does not come within a minute or Config.timeout: then this rank can go on
-        without them as before. EPError, too, when a GPU's driver maps the memory elsewhere, and over NVSHMEM, NCCL
-        and TCP: then only a new buffer helps.
+        if a call is under way, for a buffer with another LowLatency, and for a LocalCluster. Raises EPError if a rank's
+        former process lives, or if a rank does not come within a minute or Config.timeout: then this rank can continue
+        without them as before. Also raises EPError if a GPU's driver maps the memory elsewhere, and over NVSHMEM, NCCL
+        and TCP: then create a new buffer.
         """
         self._check_policy()
         returned = list(ranks) if isinstance(ranks, Sequence) else [ranks]
@@ -92,7 +95,7 @@ class MaskedRanks(OfOneProcess):
                 raise ValueError(f"the buffer has {parts} LowLatency, must have this one alone")
             self._calls.backend.drain()
 
-        # Step by step what `megatron_ep.rejoin` does at the same time.
+        # These steps match those of `megatron_ep.rejoin`, which runs at the same time.
         with group.rendezvous_again(store):
             group.take_back(returned, check)
             group.agree_on(lambda: None, self._settings)
@@ -122,7 +125,7 @@ class MaskedRanks(OfOneProcess):
 
 
 def check_policy(on_dead_rank: object, mask_timeout: object, timeout: float) -> None:
-    """Raises ValueError unless LowLatency can be made with these. timeout: `Config.timeout_seconds`."""
+    """Raises ValueError for invalid values of LowLatency's arguments. timeout: `Config.timeout_seconds`."""
     if on_dead_rank not in ON_DEAD_RANK:
         raise ValueError(f"on_dead_rank is {on_dead_rank!r}, must be one of {', '.join(map(repr, ON_DEAD_RANK))}")
     if mask_timeout is None:

@@ -1,4 +1,4 @@
-"""What a low-latency dispatch returns."""
+"""The result of a low-latency dispatch."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class LowLatencyReceived:
 
     @property
     def expert_starts(self) -> Any:
-        """int32 [L + 1], where each expert's rows begin, counted in rows of x; the last: where they end."""
+        """int32 [L + 1], the first row of each expert, counted in rows of x; the last entry is where the rows end."""
         return _one(self.handle, self.handle.starts)
 
     @property
     def overflow(self) -> Any:
-        """int32 [1], not 0 when rows did not fit into max_recv_tokens or expert_capacity; those rows are missing."""
+        """int32 [1], not 0 if rows did not fit into max_recv_tokens or expert_capacity; those rows are missing."""
         return _one(self.handle, self.handle.overflow)
 
 
 def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) -> Any:
-    """A view, made when it is asked for: most callers need few of them, and each takes torch some time."""
+    """Creates a view on access: most callers need few of them, and each takes torch some time."""
     views = [view_of(rank) for rank in handle.ranks]
     return views if handle.calls.group.takes_lists else views[0]
 
@@ -69,7 +69,7 @@ def received_of(
     scales: Sequence[torch.Tensor],
     straight_through: Sequence[torch.Tensor],
 ) -> LowLatencyReceived:
-    """Of each rank, or nothing where there are none."""
+    """Returns the result. Each argument has one tensor per rank of this process, or is empty."""
     of = list if handle.calls.group.takes_lists else _first
     return LowLatencyReceived(
         of(rows),

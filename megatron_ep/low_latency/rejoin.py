@@ -1,4 +1,4 @@
-"""How a rank comes back whose process has ended."""
+"""Return of a rank whose process has ended."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def rejoin(
     device: str | torch.device = "cpu",
     **settings: Any,
 ) -> LowLatency:
-    """The low-latency mode, and its buffer, of a rank that the others have masked and whose process was started again.
+    """Returns the low-latency mode, with its buffer, of a rank that the others have masked and that was started again.
+
     Collective: the others call `LowLatency.readmit`. No process group is needed.
 
-    store: which all ranks reach, the same as theirs, see there.
+    store: the store that the others pass to `LowLatency.readmit`.
     rank, world_size: of the buffer.
-    config, topology, device: as for `Buffer`, and settings as for `LowLatency`: what the others gave.
+    config, topology, device: as for `Buffer`; settings: as for `LowLatency`. All must equal the others' values.
 
-    Raises ValueError for what differs from theirs, and as `LowLatency.readmit`.
+    Raises ValueError for values that differ from the others', and as `LowLatency.readmit`.
     """
-    inspect.signature(LowLatency).bind(None, **settings)  # before the others wait for what cannot be
+    inspect.signature(LowLatency).bind(None, **settings)  # before the others wait
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
     # on GPUs rejoin is for the ranks of one machine
     group = DistributedRankGroup(rendezvous, config, topology, device, fabrics.Choice("p2p", "as it was"))
