@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.buffer import Buffer
-from megatron_ep.config import Config
+from megatron_ep.config import MAX_EXPERTS, MAX_LOW_LATENCY_TOKENS, MAX_TOPK, Config, require_int
 from megatron_ep.deep_ep.config import row_class
 from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
@@ -39,6 +39,7 @@ class Instances:
 
     def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
         """Collective the first time."""
+        require_int("num_experts", num_experts, 1, MAX_EXPERTS)
         row_bytes = row_class(row_bytes) or 0
         if device.type == "cpu":
             num_sms = None
@@ -57,6 +58,8 @@ class Instances:
         self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
     ) -> LowLatency:
         """Collective the first time."""
+        require_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
+        require_int("K of topk_idx", topk, 1, MAX_TOPK)
         key = (device, num_experts, max_tokens, hidden, topk)
         if key not in self._low_latency:
             if self._masks and self._low_latency:

@@ -14,6 +14,8 @@ from megatron_ep.normal.api import MAX_TOPK
 
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
     """Raises ValueError for what is no topk_idx [T, K], and on the CPU for ids that are none."""
+    if not isinstance(topk_idx, torch.Tensor):
+        raise ValueError(f"topk_idx is a {type(topk_idx).__name__}, must be a tensor")
     api.check_ids([topk_idx])
     if topk_idx.device.type == "cpu":
         expert_ids.check(topk_idx, num_experts, allows_repeats=True)

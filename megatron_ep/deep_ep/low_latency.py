@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,26 @@ from megatron_ep.deep_ep.events import EventOverlap, refuse, run
 from megatron_ep.deep_ep.handles import LowLatencyTuple
 from megatron_ep.deep_ep.instances import OverInstances
 from megatron_ep.deep_ep.transfers import Rows
+from megatron_ep.errors import EPError
 
 Hook = Callable[[], None]
+NAMES = {  # in errors of `megatron_ep.LowLatency`, and what is meant here
+    "max_tokens = ": "num_max_dispatch_tokens_per_rank = ",
+    "LowLatency's hidden and dtype": "a row in bfloat16 as of the dispatch",
+    **dict.fromkeys(("fp8='fp32'", "fp8='pow2'", "fp8='ue8m0'"), "use_fp8=True"),
+}
+
+
+@contextlib.contextmanager
+def _in_names_of_deep_ep() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, EPError) as error:
+        text = str(error)
+        for ours, theirs in NAMES.items():
+            text = text.replace(ours, theirs)
+        error.args = (text, *error.args[1:])
+        raise
 
 
 class LowLatencyCalls(OverInstances):
@@ -27,6 +45,7 @@ class LowLatencyCalls(OverInstances):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned: the two modes share no memory."""
 
+    @_in_names_of_deep_ep()
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -97,6 +116,7 @@ class LowLatencyCalls(OverInstances):
         rows: Rows = (received.x, received.scales) if use_fp8 else received.x
         return rows, received.recv_counts, handle, event, hook
 
+    @_in_names_of_deep_ep()
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -128,6 +148,9 @@ class LowLatencyCalls(OverInstances):
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         weights = topk_weights
         if topk_idx is not handle.topk_idx:
+            if topk_idx.shape != topk_weights.shape:
+                shapes = (tuple(tensor.shape) for tensor in (topk_idx, topk_weights))
+                raise ValueError("topk_idx has shape {}, must be {} as topk_weights".format(*shapes))
             weights = torch.where(topk_idx < 0, torch.zeros_like(topk_weights), topk_weights)
 
         def call() -> tuple[torch.Tensor, Hook | None]:

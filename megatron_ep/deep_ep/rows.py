@@ -12,6 +12,8 @@ def tensors_of(x: Rows) -> list[torch.Tensor]:
 
 
 def device_of(x: Rows) -> torch.device:
+    if not isinstance(tensors_of(x)[0], torch.Tensor):
+        raise ValueError(f"x is a {type(x).__name__}, must be a tensor, or a tuple of one and its scales")
     return tensors_of(x)[0].device
 
 

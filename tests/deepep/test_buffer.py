@@ -269,6 +269,8 @@ def alone(group, device):
     given = {"num_tokens_per_expert": counts, "topk_idx": ids, "topk_weights": weights}
     for changes, text in (
         ({"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
+        ({"num_tokens_per_expert": counts[:0]}, "^num_experts is 0"),
+        ({"x": [1]}, "x is a list, must be a tensor"),
         ({"topk_weights": None}, "topk_idx and topk_weights must be given together"),
         ({"topk_idx": None, "topk_weights": None}, "topk_idx is None, must be given with num_worst_tokens and without"),
         ({"topk_idx": torch.tensor([[0], [2]])}, r"topk_idx is \[2\] at token 1, must hold ids in \[0, 2\)"),
@@ -295,6 +297,19 @@ def alone(group, device):
     with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
         buffer.dispatch(x, handle, topk_idx=ids)
     bf16 = x.bfloat16()
+    for arguments, text in (
+        ((bf16, ids, 1, 2), "x has 2 tokens, must have at most num_max_dispatch_tokens_per_rank = 1"),
+        ((bf16, ids, 0, 2), "^num_max_dispatch_tokens_per_rank is 0"),
+        ((bf16, ids, 4, 0), "^num_experts is 0"),
+        ((bf16, ids.expand(2, 33), 4, 2), "^K of topk_idx is 33"),
+        ((x, ids, 4, 2), "x is torch.float32, must be torch.bfloat16 with use_fp8=True"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            buffer.low_latency_dispatch(*arguments)
+        buffer.reset()
+    for idx in (None, [0]):
+        with pytest.raises(ValueError, match=r"topk_idx is a \w+, must be a tensor"):
+            buffer.get_dispatch_layout(idx, 2)
     with pytest.raises(ValueError, match="use_ue8m0 is True, must be False without"):
         buffer.low_latency_dispatch(bf16, ids, 4, 2, use_ue8m0=True)
     with pytest.raises(ValueError, match="async_finish is True, must be False with return_recv_hook"):
