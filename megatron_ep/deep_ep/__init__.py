@@ -1,9 +1,9 @@
-"""What programs that `import deep_ep` find, over this library: see "Coming from DeepEP" in the documents.
+"""The module that programs get for `import deep_ep`, over this library: see docs/deepep.md.
 
     python -m megatron_ep.deep_ep script.py ARGS...      runs a script for which `deep_ep` is this
     import megatron_ep.deep_ep; megatron_ep.deep_ep.install()    the same from here on, and in child processes
 
-The names are DeepEP's; it is no part of this project. What is not there raises NotImplementedError and says so.
+The names are DeepEP's, which is not part of this project. Functions that are not supported raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHIM = Path(__file__).parent / "shim"  # a folder with a module `deep_ep` that i
 
 
 def install() -> None:
-    """Makes `import deep_ep` find this, here and in processes that are started from now on (PYTHONPATH).
+    """Makes `import deep_ep` find this module, here and in processes started from now on (PYTHONPATH).
 
     Raises ValueError if another deep_ep has been imported.
     """

@@ -24,18 +24,20 @@ DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Te
 
 
 class Buffer(LowLatencyCalls):
-    """Normal and low-latency mode of a process group, on its GPUs or on the CPU: tensors say where. Constructing it
-    does nothing: memory is set up by the first dispatch, for the number of experts that it names.
+    """Normal and low-latency mode of a process group, on GPUs or on the CPU, wherever the tensors are.
 
-    group: any backend of torch.distributed. comm: without a group a communicator of mpi4py, which is then the attribute
-        group; torch.distributed need not be initialised, and constructing the buffer is collective.
-    num_nvl_bytes, num_rdma_bytes: kept; the memory taken is what calls need.
-    enable_shrink: low-latency calls go on without ranks that stay away.
-    num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: kept out of the way; they change nothing.
+    The constructor allocates nothing: the first dispatch sets up memory for the number of experts that it names.
 
-    Raises ValueError without either, or for numbers of bytes that are no multiples of 128. Calls raise ValueError for
-    wrong arguments, naming them, and megatron_ep.EPError when another rank does not take part, in time or at all; after
-    that `reset` on all ranks makes the buffer usable again.
+    group: a group of any backend of torch.distributed.
+    comm: instead of a group a communicator of mpi4py, which then becomes the attribute group. torch.distributed need
+        not be initialized, and the constructor is collective.
+    num_nvl_bytes, num_rdma_bytes: stored; the memory taken is what calls need.
+    enable_shrink: low-latency calls continue without ranks that do not come.
+    num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: ignored.
+
+    Raises ValueError without group and comm, or for numbers of bytes that are not multiples of 128. Calls raise
+    ValueError that names an invalid argument, and megatron_ep.EPError if another rank does not take part in time; then
+    `reset` on all ranks makes the buffer usable again.
     """
 
     num_sms: ClassVar[int] = 20
@@ -69,7 +71,7 @@ class Buffer(LowLatencyCalls):
         self._asked_to_mask: set[int] = set()
 
     def destroy(self) -> None:
-        """As that of `ElasticBuffer`."""
+        """Frees the memory, as `ElasticBuffer.destroy` does."""
         self._scratch.clear()
         super().destroy()
 
@@ -81,7 +83,8 @@ class Buffer(LowLatencyCalls):
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Of buffers that are set up from now on, where a call has no config. Raises ValueError unless it is even."""
+        """Sets the SMs of buffers set up from now on, for calls without a config. Raises ValueError unless it is
+        even."""
         require_int("new_num_sms", new_num_sms, 2, MAX_CHANNELS)
         if new_num_sms % 2:
             raise ValueError(f"new_num_sms is {new_num_sms}, must be even")
@@ -103,14 +106,14 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """What the current stream has been given so far."""
+        """Returns an event after all work on the current stream so far."""
         return EventOverlap(EventHandle())
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Memory of num_nvl_bytes (num_rdma_bytes) on the current GPU, or the CPU where there is none, from the byte
-        `offset` on. Nothing else uses it: it is not what the ranks send and receive with."""
+        """Returns memory of num_nvl_bytes (num_rdma_bytes) on the current GPU, or on the CPU if there is none, from the
+        byte `offset` on. It is separate from the memory of the transfers."""
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         require_int("offset", offset, 0, num_bytes)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -128,9 +131,12 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchLayout:
-        """How many tokens go where, of this rank alone: per rank int32 [W]; per node of 8 ranks int32 [W / 8], None up
-        to 8 ranks; per expert int32 [E]; bool [T, W]; event. On a GPU, where nothing waits for them, ids that are no
-        experts are not counted: the dispatch refuses them."""
+        """Counts where this rank's tokens go.
+
+        Returns tokens per rank int32 [W]; per node of 8 ranks int32 [W / 8], None up to 8 ranks; per expert int32 [E];
+        whether a token goes to a rank bool [T, W]; the event. On a GPU invalid ids are not counted here; the dispatch
+        refuses them.
+        """
         require_int("num_experts", num_experts, 1, 1 << 20)
         if num_experts % self.group_size:
             raise ValueError(f"num_experts is {num_experts}, must be a multiple of the {self.group_size} ranks")
@@ -162,25 +168,25 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
-        """One row for each token that chose an expert of a rank, in the order of (source rank, token).
+        """Sends one row for each token that chose an expert of a rank, in the order of (source rank, token).
 
         x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
             float32 or int32.
-        handle: of an earlier dispatch, whose layout is used again, with its buffer whatever config says; then the three
-            behind x are None, and so is the handle.
-        num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
-        num_tokens_per_expert: int32 [E]: tells E, and without topk_idx the numbers that are returned.
+        handle: that of an earlier dispatch, whose layout and buffer are used again regardless of config; then the three
+            results after x are None, and so is the handle.
+        num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
+        num_tokens_per_expert: int32 [E]: determines E, and without topk_idx the numbers that are returned.
         is_token_in_rank: bool [T, W]: where tokens go, if topk_idx is not given.
         topk_idx, topk_weights: [T, K], int64 or int32, -1 for no expert, K <= 32; float32 [T, K]. Both or neither.
         expert_alignment: the numbers of rows of experts are rounded up to it; rows are not padded.
-        num_worst_tokens: fixes R, and the host does not wait. Rows behind the last one have no experts (-1). If more
-            tokens come, those behind are left out, weights are NaN, and `megatron_ep.raise_if_failed` raises
+        num_worst_tokens: fixes R, and the host does not wait. Rows after the last one have no experts (-1). If more
+            tokens come, the last ones are omitted, weights are NaN, and `megatron_ep.raise_if_failed` raises
             EPOverflowError.
-        config: its num_sms.
-        allocate_on_comm_stream: changes nothing.
+        config: only its num_sms is used.
+        allocate_on_comm_stream: ignored.
 
         Returns x [R, H] (and scales [R, S]); local expert ids [R, K], or -1; weights [R, K], 0 where the id is -1; rows
-        of each local expert, [] with num_worst_tokens; the handle; the event, of async_finish.
+        of each local expert, [] with num_worst_tokens; the handle; the event for async_finish.
         """
         if handle is not None:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
@@ -246,13 +252,13 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """The sums of each token's rows over the ranks that had it.
+        """Sums each token's rows over the ranks that had it.
 
         x: [R, H], contiguous; bfloat16, float16, float32 or float64.
         topk_weights: float32 [R, K], summed over the ranks as the rows are, whatever experts they are of.
         bias: one or two [T, H], added to the sums.
 
-        Returns [T, H], zeros for a token without rows; [T, K] or None; the event, of async_finish.
+        Returns [T, H], zeros for a token without rows; [T, K] or None; the event for async_finish.
         """
         routes = _normal(handle).routes
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]

@@ -43,20 +43,22 @@ NOT_HERE = (
 
 
 class ElasticBuffer(OverInstances):
-    """Dispatch and combine of a process group, on its GPUs or on the CPU: tensors say where. Constructing it does
-    nothing: memory is set up by the first dispatch, for the number of experts that it names.
+    """Dispatch and combine of a process group, on GPUs or on the CPU, wherever the tensors are.
 
-    num_bytes: kept, or computed from the sizes behind it; the memory taken is what calls need.
-    num_max_tokens_per_rank: the most that a rank may dispatch, where a dispatch does not say another number. 0: any
-        number, and then a dispatch with do_cpu_sync=False has to say it.
+    The constructor allocates nothing: the first dispatch sets up memory for the number of experts that it names.
+
+    num_bytes: stored, or computed from the sizes after it; the memory taken is what calls need.
+    num_max_tokens_per_rank: the largest number of tokens of a rank, unless a dispatch passes another number. 0: any
+        number; then a dispatch with do_cpu_sync=False has to pass it.
     allow_multiple_reduction: whether the sum of a token's rows may be rounded more than once, because each rank sums
-        the rows of its experts before they travel. False: rows of do_expand travel back as float32, in twice the bytes,
-        and their sum is rounded once.
-    num_gpu_timeout_secs: a wait that takes longer is an error.
-    deterministic: it always is. num_topk, sl_idx, num_allocated_qps, num_cpu_timeout_secs, allow_hybrid_mode and
-        prefer_overlap_with_compute change nothing.
+        the rows of its experts before they travel. False: rows of do_expand return as float32, in twice the bytes, and
+        their sum is rounded once.
+    num_gpu_timeout_secs: limit of a wait, in seconds.
+    deterministic: always True. num_topk, sl_idx, num_allocated_qps, num_cpu_timeout_secs, allow_hybrid_mode and
+        prefer_overlap_with_compute are ignored.
 
-    Raises ValueError for wrong arguments, and NotImplementedError for num_cpu_bytes; calls as those of `Buffer` do.
+    Raises ValueError for invalid arguments, and NotImplementedError for num_cpu_bytes. Calls raise as those of
+    `Buffer`.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class ElasticBuffer(OverInstances):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that a buffer takes on each rank, about; any number will do."""
+        """Returns the approximate bytes of a buffer on each rank; a buffer accepts any number."""
         num_ranks = group.size()
         config = Config(default_sms(topology_of(num_ranks)))
         hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
@@ -125,11 +127,11 @@ class ElasticBuffer(OverInstances):
         return get_logical_domain_size(self.group)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """The same."""
+        """Returns the same as `get_logical_domain_size`."""
         return get_logical_domain_size(self.group)
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
-        """This library's own."""
+        """Returns this library's default."""
         return self._default_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -137,11 +139,11 @@ class ElasticBuffer(OverInstances):
 
     @staticmethod
     def capture() -> EventHandle:
-        """What the current stream has been given so far."""
+        """Returns an event after all work on the current stream so far."""
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """The group's own; with_cpu_sync: the host waits, too."""
+        """Runs the group's barrier. with_cpu_sync: the host waits, too."""
         dist.barrier(self.group)
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -170,21 +172,23 @@ class ElasticBuffer(OverInstances):
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
-        """x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
+        """Sends tokens to the ranks of their experts.
+
+        x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
             float32 or int32.
         topk_idx: [T, K], distinct ids or -1, K <= 32; topk_weights: float32 [T, K].
         cumulative_local_expert_recv_stats: int32 [L], to which the rows of each expert are added.
-        do_expand: False: a row for each token that chose an expert of a rank, in the order of (source rank, token),
-            with its local ids [R, K] (-1: of another rank) and all its weights [R, K]. True: a row for each of a
+        do_expand: False: one row for each token that chose an expert of a rank, in the order of (source rank, token),
+            with its local ids [R, K] (-1: of another rank) and all its weights [R, K]. True: one row for each of a
             token's experts, grouped by expert, each group padded with zeros to expert_alignment; no ids, weights [R].
         num_max_tokens_per_rank: T must not be larger. 0: any T.
         do_cpu_sync: None: True, without a handle. False: R is fixed by num_max_tokens_per_rank, which all ranks must
-            give alike, and the host waits for nothing. If it is smaller here than elsewhere and more tokens come, those
-            behind are left out, weights are NaN, and `megatron_ep.raise_if_failed` raises EPOverflowError.
+            pass equally, and the host does not wait. If it is smaller here than elsewhere and more tokens come, the
+            last ones are omitted, weights are NaN, and `megatron_ep.raise_if_failed` raises EPOverflowError.
         handle: of an earlier dispatch with or without do_expand, whose layout is used again.
         do_handle_copy: False: the handle has topk_idx itself, not a copy.
         use_tma_aligned_col_major_sf: scales are column-major, columns aligned to 16 bytes.
-        num_sms: 0: this library's number. num_qps, allocate_on_comm_stream, do_zero_padding: change nothing.
+        num_sms: 0: this library's default. num_qps, allocate_on_comm_stream, do_zero_padding: ignored.
 
         Returns rows (and scales), ids, weights, the handle (that of an earlier dispatch itself), the event.
         """
@@ -246,8 +250,10 @@ class ElasticBuffer(OverInstances):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """x: rows as the dispatch of the handle gave them, any dtype that megatron_ep.combine takes.
-        topk_weights: as that dispatch gave them; come back as [T, K], each from the rank that has the expert, 0 for -1.
+        """Sums each token's rows.
+
+        x: rows in the layout of the handle's dispatch, any dtype that megatron_ep.combine takes.
+        topk_weights: those of that dispatch; return as [T, K], each from the rank that has the expert, 0 for -1.
         bias: one or two [T, H], added to the sums.
 
         Returns [T, H]; [T, K] or None; the event.
@@ -343,9 +349,11 @@ class ElasticBuffer(OverInstances):
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Nodes, and ranks of a node, as buffers form them: MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has
-    started on each machine, where these divide the group's; else one node. Raises ValueError for a variable of ours
-    that does not divide them."""
+    """Returns the number of nodes and of ranks per node, as buffers form them.
+
+    Uses MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has started on each machine if their number divides the
+    group's; otherwise one node. Raises ValueError if MEGATRON_EP_RANKS_PER_NODE does not divide it.
+    """
     num_ranks = group.size()
     wanted = os.environ.get(nodes.VARIABLE)
     if wanted:
@@ -378,7 +386,7 @@ def _check_handle(handle: EPHandle) -> None:
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """[R, S], a copy whose columns lie together."""
+    """Returns a column-major copy of [R, S]."""
     rows = -(-len(scales) // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
     columns = torch.empty_strided(scales.shape, (1, rows), dtype=scales.dtype, device=scales.device)
     return columns.copy_(scales)

@@ -36,14 +36,15 @@ def _in_names_of_deep_ep() -> Iterator[None]:
 
 
 class LowLatencyCalls(OverInstances):
-    """A token goes straight to each rank that wants it, at most num_max_dispatch_tokens_per_rank (1024) from each."""
+    """Low-latency calls: a token goes straight to each rank that wants it, at most num_max_dispatch_tokens_per_rank
+    (1024) tokens from each rank."""
 
     group_size: int
     enable_shrink: bool
     _asked_to_mask: set[int]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing has to be cleaned: the two modes share no memory."""
+        """Does nothing: the two modes share no memory."""
 
     @_in_names_of_deep_ep()
     def low_latency_dispatch(
@@ -60,14 +61,15 @@ class LowLatencyCalls(OverInstances):
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Rows, torch.Tensor, LowLatencyTuple, EventOverlap, Hook | None]:
-        """x bfloat16 [T, H] to rows [L, M, H] of each local expert, in the order of (source rank, token); M = W *
-        num_max_dispatch_tokens_per_rank, any H (with use_ue8m0 a multiple of 512), K <= 32.
+        """Sends x, bfloat16 [T, H], as rows [L, M, H] of each local expert, in the order of (source rank, token).
+
+        M = W * num_max_dispatch_tokens_per_rank, any H (with use_ue8m0 a multiple of 512), K <= 32.
 
         use_fp8: rows arrive as float8_e4m3fn with scales [L, M, H / 128], float32, column-major; round_scale: powers of
             two; use_ue8m0, with it: int32 [L, M, H / 512], four exponents each.
         cumulative_local_expert_recv_stats: int32 [L], to which the rows of each expert are added.
-        dispatch_wait_recv_cost_stats: int64 [W], to which are added the nanoseconds that were waited for each rank.
-        return_recv_hook: rows are there once the hook that is returned has been called; not with async_finish.
+        dispatch_wait_recv_cost_stats: int64 [W], to which the nanoseconds of waiting for each rank are added.
+        return_recv_hook: rows are valid once the returned hook has been called; not with async_finish.
 
         Returns rows (and scales), int32 [L] rows of each expert, the handle, the event, the hook.
         """
@@ -130,14 +132,14 @@ class LowLatencyCalls(OverInstances):
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """x [L, M, H] to the sums [T, H] of each token's rows, times topk_weights float32 [T, K], in the order of k.
+        """Sums the rows x [L, M, H] of each token to [T, H], times topk_weights float32 [T, K], in the order of k.
 
-        topk_idx: of the dispatch. A choice that is -1 only now gets a weight of 0: its row travels all the same, and
+        topk_idx: that of the dispatch. A choice that is -1 only here gets a weight of 0: its row still travels, and
             must be finite, as NaN or infinity times 0 is NaN.
         handle: may be combined any number of times.
-        zero_copy: x is what `get_next_low_latency_combine_buffer` gave for this handle, if it was asked. Rows are read
-            where they lie either way.
-        use_logfmt: NotImplementedError: rows travel as they are.
+        zero_copy: x is the result of `get_next_low_latency_combine_buffer` for this handle, if that was called. Rows
+            are read in place in any case.
+        use_logfmt: raises NotImplementedError: rows travel unchanged.
         """
         if use_logfmt:
             refuse("use_logfmt", True, "rows are combined in bfloat16")
@@ -178,7 +180,7 @@ class LowLatencyCalls(OverInstances):
         return y, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyTuple) -> torch.Tensor:
-        """bfloat16 [L, M, H], for the rows of a combine of this handle with zero_copy."""
+        """Returns bfloat16 [L, M, H] for the rows of a combine of this handle with zero_copy."""
         if handle.combine_buffer is None:
             device = handle.handle.group.device
             handle.combine_buffer = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
@@ -187,9 +189,11 @@ class LowLatencyCalls(OverInstances):
     # ---- ranks that stay away
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leaves a rank out of low-latency calls from now on: all ranks that stay have to do so. Or, with mask=False,
-        takes it back, whose process lives: all ranks have to do so at once, that one and others that are left out among
-        them, as with `reset`. Raises megatron_ep.EPError when one does not come; then all is as it was."""
+        """Masks a rank in low-latency calls from now on: all ranks that stay have to call it.
+
+        With mask=False, takes back a rank whose process lives: all ranks, including masked ones, have to call it
+        together, as with `reset`. Raises megatron_ep.EPError if one does not come; then nothing changes.
+        """
         self._check_shrink()
         require_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if mask:
@@ -199,7 +203,7 @@ class LowLatencyCalls(OverInstances):
             self._take_back({rank_to_mask})
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """mask_status: int32 [W], gets 1 for each rank that is left out."""
+        """Writes 1 to mask_status, int32 [W], for each masked rank."""
         self._check_shrink()
         for low_latency in self._instances().all_low_latency():
             mask_status.copy_(1 - low_latency.active_ranks)
@@ -217,7 +221,7 @@ class LowLatencyCalls(OverInstances):
             raise ValueError("enable_shrink is False, must be True for masks")
 
     def _take_back(self, ranks: set[int]) -> None:
-        """A mask is for good until a buffer begins anew, with all ranks: the others are masked again."""
+        """Resets the buffer, which takes back all ranks, and masks the others again."""
         others = self._masked() - ranks
         if self._instances().all_low_latency():
             self.reset()
@@ -244,7 +248,7 @@ def _check_ends(async_finish: bool, return_recv_hook: bool) -> None:
 
 
 def _on_stream_of_now(device: torch.device, receive: Hook, then: Hook | None = None) -> Hook:
-    """As a hook that runs both on the stream which is current now."""
+    """Returns a hook that runs both on the stream that is current now."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def hook() -> None:

@@ -14,21 +14,21 @@ from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 
 @dataclass
 class LowLatencyReceived:
-    """What a low-latency dispatch returns: tensors, or lists of them with a LocalCluster. All of them are on the
-    buffer's device, and good once the call has been received.
+    """Result of a low-latency dispatch: tensors on the buffer's device, or lists with one tensor per rank with a
+    LocalCluster. Valid once the call has been received.
 
-    x: [L, W * max_tokens, H], or with expert_capacity that many rows for each expert (layout "masked"), or [R, H]
-        ("grouped"), the dtype of what was dispatched, float8_e4m3fn with `fp8`; the rows of a local expert lie
-        together, in the order of (source rank, token). Rows without a token hold anything, or zeros if what was
-        dispatched needs a gradient.
-    scales: of float8 rows, else None: the shape of x with ceil(H / 128) in place of H, float32 or float8_e8m0fnu.
-        Column-major float8_e8m0fnu are int32 with H / 512 in its place, four scales each, the first in the low byte.
-    straight_through: if bfloat16 x became float8 and needs a gradient, else None: the shape of x, bfloat16. Takes no
-        memory and must not be read; the gradient of the rows is what it gets, as from `float8.dequantize`.
-    probs: x's shape without H, the weight of each row; None when no weights were given.
+    x: [L, W * max_tokens, H], or with expert_capacity that many rows per expert (layout "masked"), or [R, H]
+        ("grouped"), in the dtype that was dispatched, float8_e4m3fn with `fp8`. The rows of a local expert are
+        contiguous, in the order of (source rank, token). Rows without a token are undefined, or zeros if the dispatched
+        tensors require a gradient.
+    scales: for float8 rows, otherwise None: the shape of x with ceil(H / 128) instead of H, float32 or float8_e8m0fnu.
+        Column-major float8_e8m0fnu are int32 with H / 512 instead of H, four scales each, the first in the low byte.
+    straight_through: if bfloat16 x became float8 and requires a gradient, otherwise None: the shape of x, bfloat16. Has
+        no memory and must not be read; its gradient, for example from `float8.dequantize`, is that of the rows.
+    probs: x's shape without H, the weight of each row; None if no weights were given.
     handle: for combine.
 
-    Read from the handle: recv_counts, expert_starts; and overflow, which must not be written to.
+    Read from the handle: recv_counts, expert_starts and overflow. Do not write to overflow.
     """
 
     x: Any

@@ -226,13 +226,14 @@ def _no_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 
 
 def sequence_spec(spec: Spec) -> Spec:
-    """A copy of a spec in which every self-attention computes on whatever rank has time for it, by Transformer Engine
-    where it did before, else by torch (`DispatchedCoreAttention`). Everything else is as it was. The model needs packed
-    sequences (`PackedSeqParams`).
+    """Returns a copy of a spec in which every self-attention is balanced over ranks.
+
+    Transformer Engine computes if it did before, otherwise torch (`DispatchedCoreAttention`). Everything else is
+    unchanged. The model needs packed sequences (`PackedSeqParams`).
 
     Args:
-        spec: of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions return
-            them; may have gone through `ep_layer_spec`.
+        spec: that of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions
+            return them; may have gone through `ep_layer_spec`.
 
     Raises:
         ValueError: no self-attention in the spec.
@@ -241,7 +242,7 @@ def sequence_spec(spec: Spec) -> Spec:
 
 
 def varlen_spec(spec: Spec) -> Spec:
-    """The same with `VarlenAttention`: each rank computes the attention of its own packed sequences.
+    """Returns a copy of a spec with `VarlenAttention`: each rank computes the attention of its own packed sequences.
 
     Raises:
         ValueError: as `sequence_spec`.
@@ -257,10 +258,10 @@ def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
 
 
 def enable() -> None:
-    """From now on every self-attention that Megatron builds in this process is as of `sequence_spec`, in every model.
+    """Makes every self-attention that Megatron builds in this process from now on like that of `sequence_spec`.
 
     Raises:
-        RuntimeError: it is enabled already.
+        RuntimeError: already enabled.
     """
     if _originals:
         raise RuntimeError("attention.enable(): already enabled; disable() first")
@@ -270,12 +271,12 @@ def enable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether self-attention built now computes on whatever rank has time for it."""
+    """Returns whether self-attention built now is balanced over ranks."""
     return bool(_originals)
 
 
 def disable() -> None:
-    """Self-attention built from now on is Megatron's own again. Idempotent."""
+    """Makes self-attention built from now on Megatron's own again. Idempotent."""
     for kind, original in _originals.items():
         kind.__init__ = original  # type: ignore[misc]
     _originals.clear()
@@ -314,9 +315,9 @@ def _with_varlen_attention(node: Any) -> Any:
 
 
 def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
-    """What Megatron's layers take for sequences that lie one behind the other.
+    """Returns the `PackedSeqParams` of consecutive sequences.
 
-    cu_seqlens: int32 [sequences + 1], where they begin, and the end of the last.
+    cu_seqlens: int32 [sequences + 1], the beginning of each sequence, and the end of the last.
     """
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     return PackedSeqParams(

@@ -1,4 +1,4 @@
-"""Megatron-Core's token dispatcher contract, fulfilled by `megatron_ep.dispatch` and `megatron_ep.combine`.
+"""Megatron-Core's token dispatcher interface, implemented with `megatron_ep.dispatch` and `megatron_ep.combine`.
 
 T tokens on this rank, H hidden, E experts, K choices of a token, TP ranks that share an expert, L local experts,
 R rows received. The group spans EP x TP ranks, EP-major; every expert exists once per TP rank, which holds a slice of
@@ -53,7 +53,7 @@ OVER_CAPACITY = (
 
 
 class EPTokenDispatcher(MoETokenDispatcher):
-    """Drop-in for Megatron's all-to-all dispatcher: same arguments, same six steps, same gradients.
+    """Drop-in for Megatron's all-to-all dispatcher: same arguments, six steps and gradients.
 
     Args:
         num_local_experts: L, experts on this rank.
@@ -135,25 +135,26 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs.append("shared_experts.cached_fc1_input")
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """No expert writes into communication buffers here."""
+        """Returns no buffers: experts do not write into communication buffers here."""
         return None, None
 
     def check_over_budget(self) -> torch.Tensor | None:
-        """bool [1] on the device: whether a dispatch since the last reset had more rows than
-        moe_expert_rank_capacity_factor makes room for; None before the first one. Megatron's trainer asks."""
+        """Returns bool [1] on the device: whether a dispatch since the last reset had more rows than
+        moe_expert_rank_capacity_factor makes room for; None before the first one. Megatron's trainer calls it."""
         return self._of_rank.over_budget
 
     def check_required_capacity(self) -> torch.Tensor | None:
-        """int64 [1] on the device: the most rows, padding included, that a dispatch since the last reset had for this
-        rank; None before the first one, and unless moe_expert_rank_capacity_factor is a field of Megatron's own."""
+        """Returns int64 [1] on the device: the most rows, padding included, that a dispatch since the last reset had
+        for this rank; None before the first one, and unless moe_expert_rank_capacity_factor is a field of Megatron's
+        own."""
         return self._of_rank.required
 
     def grow_ep_recv_capacity(self, new_capacity: int) -> None:
-        """From now on a rank makes room for at least so many rows where moe_expert_rank_capacity_factor fixes them."""
+        """Makes room for at least this many rows from now on, if moe_expert_rank_capacity_factor fixes their number."""
         self._least_rows = max(self._least_rows, new_capacity)
 
     def invalidate_ep_bootstrap(self) -> None:
-        """Nothing to do: no buffer depends on the number of rows."""
+        """Does nothing: no buffer depends on the number of rows."""
 
     def reset_over_budget(self) -> None:
         self._of_rank.reset()
@@ -161,7 +162,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns what a router chose into top-k ids and weights; nothing is sent.
+        """Turns a router's choices into top-k ids and weights; sends nothing.
 
         Args:
             hidden_states: [..., H], T tokens in all.
@@ -247,8 +248,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [R, H], int64 [L] rows of each local expert (padding included), probs [R]. The rows are in place. The
-        counts are on the CPU, where experts take them from, unless nothing has told the host of them."""
+        """Returns rows [R, H], int64 [L] rows of each local expert (padding included), probs [R].
+
+        The rows are in place already. The counts are on the CPU, where experts read them, unless the host does not know
+        them.
+        """
         tokens_per_expert = self._comm_manager.tokens_per_expert
         assert tokens_per_expert is not None, "token_dispatch comes first"
         if counts_on_device(self.config):
@@ -281,7 +285,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[T, H] in the shape that `dispatch_preprocess` was given, the shared experts' output added."""
+        """Returns [T, H] in the shape that `dispatch_preprocess` was given, with the shared experts' output added."""
         if self.split_rows is not None:
             rows = hidden_states.new_zeros(self._num_tokens * self.rows_per_token, hidden_states.shape[1])
             rows = rows.index_copy(0, self.split_rows, hidden_states)
@@ -349,9 +353,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
 
     def _decodes(self, max_tokens: int) -> bool:
-        """Whether this step takes the low-latency mode. Ranks that differ in it would wait for each other in vain, so
-        all that decides is the same on all ranks of the group: that Megatron's inference pads the experts, and how many
-        tokens a step then has, are what its own all-to-all needs to be equal as well."""
+        """Returns whether this step uses the low-latency mode.
+
+        Ranks that differ would wait for each other in vain, so only conditions that are equal on all ranks of the group
+        decide: whether Megatron's inference pads the experts and the number of tokens of a step, which its own
+        all-to-all needs to be equal as well.
+        """
         return (
             self.drop_and_pad
             and not torch.is_grad_enabled()
@@ -366,7 +373,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return math.prod(self.hidden_shape[:-1])
 
     def _max_experts(self, routing_map: torch.Tensor) -> int:
-        """Experts of the token with the most of them, or moe_router_topk if none has more, or should have."""
+        """Returns the largest number of experts of a token, at least moe_router_topk."""
         topk = self.config.moe_router_topk
         if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph's shapes are fixed
             return topk
@@ -375,10 +382,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, more than K] choices -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs.
+        """Splits choices [T, more than K] into [T', K], one row for each K choices: K must be the same on all ranks.
 
-        Rows are taken from all that there could be, each at most once: the order in which a GPU adds what goes to the
-        same place is not fixed.
+        Rows are taken from all possible ones, each at most once, because a GPU adds to the same place in no fixed
+        order.
         """
         self.rows_per_token = -(-topk_idx.shape[1] // self.num_choices)
         missing = self.rows_per_token * self.num_choices - topk_idx.shape[1]
@@ -390,7 +397,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return rows, topk_idx, weights
 
     def _max_rows(self) -> int | None:
-        """R, by Megatron's rule for a rank's budget; None: as many as come."""
+        """Returns R by Megatron's rule for a rank's budget; None if R is not fixed."""
         factor = self._comm_manager.moe_expert_rank_capacity_factor
         if factor is None:
             return None
@@ -399,9 +406,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
-        """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks. Without
-        tokens of its own a rank makes room for as many as the others may have; where none has any, for a row of each,
-        as a dispatch needs some."""
+        """Returns the rows of every local expert with drop-and-pad: what each rank may send it, times the ranks.
+
+        A rank without tokens makes room for as many as the others may have; if no rank has any, for one row per rank,
+        because a dispatch needs some.
+        """
         num_tokens = self._num_tokens or self.options.moe_low_latency_max_tokens or 0
         capacity = get_capacity(
             num_tokens=num_tokens * self.config.moe_router_topk,
@@ -411,7 +420,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return max(1, capacity) * self.tp_size * self.ep_size
 
     def _wait_before_shared_experts(self) -> None:
-        """Keeps the shared experts from running beside the work before the communication they should overlap."""
+        """Keeps the shared experts from overlapping the work before the communication that they should overlap."""
         wait = getattr(self.shared_experts, "wait_current_stream", None)  # Megatron-Core 0.16 has none
         if wait is not None:
             wait()
@@ -438,12 +447,12 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
 
 
 def _declares_grouped(config: TransformerConfig) -> bool:
-    """Whether the config declares a dispatcher whose rows arrive grouped by expert, as they do here."""
+    """Returns whether the config declares a dispatcher whose rows arrive grouped by expert, as they do here."""
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
 
 
 def counts_on_device(config: TransformerConfig) -> bool:
-    """Whether Megatron's grouped experts read tokens_per_expert on the device."""
+    """Returns whether Megatron's grouped experts read tokens_per_expert on the device."""
     grouped = getattr(config, "moe_use_grouped_tensor", None)  # from 0.20 on, where the op fuser implies it
     if grouped is None:
         return bool(getattr(config, "use_transformer_engine_op_fuser", False))
@@ -451,8 +460,8 @@ def counts_on_device(config: TransformerConfig) -> bool:
 
 
 def _expert_alignment(config: TransformerConfig) -> int:
-    """Rows of an expert are padded to a multiple of this: what the installed Megatron asks of a dispatcher that its
-    experts trust to pad; 1 where they pad for themselves."""
+    """Returns the number to whose multiple the rows of an expert are padded: what the installed Megatron requires from
+    the dispatcher, or 1 if its experts pad themselves."""
     trusts = getattr(moe_utils, "skip_routed_expert_padding", None)  # absent from older versions
     if trusts is not None:
         trusted = trusts(config)

@@ -1,6 +1,6 @@
-"""`EPMoELayer`: Megatron's MoE layer with our token dispatcher, and `ep_layer_spec`, which puts it into a model's spec.
+"""`EPMoELayer`, Megatron's MoE layer with `EPTokenDispatcher`, and `ep_layer_spec`, which puts it into a model's spec.
 
-Nothing of Megatron is patched: the layer is a subclass, and the spec is copied with that subclass in it.
+Nothing in Megatron is patched: the layer is a subclass, and the spec is copied with that subclass in it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Spec = TypeVar("Spec")
 
 
 class EPMoELayer(MoELayer):
-    """Megatron's MoE layer, its tokens moved by `EPTokenDispatcher`.
+    """Megatron's MoE layer, whose tokens are moved by `EPTokenDispatcher`.
 
-    The dispatcher type that the config declares keeps its meaning for the rest of Megatron (what it validates, what it
-    frees early), but none of Megatron's own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the
+    The dispatcher type that the config declares keeps its meaning for the rest of Megatron (what it validates and frees
+    early), but none of Megatron's own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the
     backend "hybridep".
 
     Args:
         config, submodules, layer_number: as Megatron's layer.
         pg_collection: process groups; None takes Megatron's global ones.
-        options: what newer versions of Megatron-Core pass on (is_mtp_layer, name).
+        options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer, name).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ def initialize(
     pg_collection: ProcessGroupCollection | None,
     **options: Any,
 ) -> None:
-    """Megatron's own constructor of a MoE layer, and then our dispatcher in place of the one it made.
+    """Runs Megatron's own constructor of a MoE layer, then replaces its dispatcher with `EPTokenDispatcher`.
 
     Args:
         layer: not yet initialised.
@@ -128,7 +128,7 @@ def initialize(
 
 
 def _needs_host_counts(experts: torch.nn.Module, config: TransformerConfig) -> bool:
-    """Whether experts of Megatron's read tokens_per_expert on the host; of others that is theirs to know."""
+    """Returns whether Megatron's experts read tokens_per_expert on the host; False for experts of other classes."""
     kinds = [getattr(megatron_experts, name, None) for name in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")]
     if not isinstance(experts, tuple(kind for kind in kinds if kind is not None)):
         return False
@@ -143,7 +143,7 @@ def ep_layer_spec(
     router: Callable[..., TopKRouter] | None = None,
     required: bool = True,
 ) -> Spec:
-    """A copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is as it was.
+    """Returns a copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is unchanged.
 
     Args:
         spec: a layer's ModuleSpec, a block's submodules or spec, a multi-token-prediction block's, or the MoE layer's
@@ -151,14 +151,14 @@ def ep_layer_spec(
         pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
             version passes a model's groups to no layer class but its own.
         router: builder of the layers' routers, as `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
-        required: whether a spec without a `MoELayer` is an error; otherwise it is returned as it is.
+        required: whether a spec without a `MoELayer` is an error; otherwise it is returned unchanged.
 
     Raises:
         ValueError: no `MoELayer` in the spec, and required.
     """
 
     def replace_layer(node: Any) -> Any:
-        """The spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
+        """Returns the spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
         if isinstance(node, ModuleSpec) and get_module(node) in (MoELayer, EPMoELayer):
             params = node.params if pg_collection is None else {**node.params, "pg_collection": pg_collection}
             submodules = with_router(node.submodules)
@@ -178,10 +178,11 @@ def ep_layer_spec(
 
 
 def replaced(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
-    """A copy of a spec, however deep, with other nodes; `spec` itself if there are none to replace. Only what leads to
-    a replaced node is built anew: the rest stays the same object, and what is shared stays shared.
+    """Returns a copy of a spec with some nodes replaced, at any depth; `spec` itself if there is nothing to replace.
 
-    replace: what to put in a node's place; None leaves it there and looks into it.
+    Only the path to a replaced node is copied: the rest stays the same object, and shared nodes stay shared.
+
+    replace: returns the replacement of a node, or None to keep it and look into it.
     """
     done: dict[int, Any] = {}
 

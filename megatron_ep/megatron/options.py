@@ -1,5 +1,5 @@
-"""What the dispatchers of a model do besides: options by the names of Megatron's TransformerConfig, in its newest
-version or in its style. A recipe's section `dispatcher`, the `--ep-` flags of `megatron_ep.pretrain` and `configure`
+"""Options of a model's dispatchers. Their names are those of Megatron's TransformerConfig, in its newest version, or
+follow its style. A recipe's section `dispatcher`, the `--ep-` flags of `megatron_ep.pretrain` and `configure`
 set them; a config that has a field of that name sets it too."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Options:
         must read tokens_per_expert on the device. None: as many rows as come, for whose number the host waits once.
     moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts are given ones.
         Saves their pass over the rows, and keeps the rows for the backward pass.
-    moe_low_latency_max_tokens: at most so many tokens of each rank take the low-latency mode where Megatron's inference
-        pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). More than that, and all else, take the
-        normal mode. None: everything does.
-    moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 travel to the experts as e4m3 with a scale for each 128
-        elements and arrive in their own dtype; gradients travel as they are. None: as they are.
+    moe_low_latency_max_tokens: steps with at most this many tokens per rank use the low-latency mode if Megatron's
+        inference pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). All other steps use the normal
+        mode. None: every step does.
+    moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 travel to the experts as e4m3 with one scale per 128
+        elements and arrive in their own dtype; gradients travel unchanged. None: rows travel unchanged.
 
     Raises ValueError for a value out of range.
     """
@@ -50,10 +50,10 @@ NAMES = tuple(field.name for field in fields(Options))
 
 
 def merged(options: Options, config: Any) -> Options:
-    """The options, and what a TransformerConfig says under the same names.
+    """Returns the options merged with the fields of a TransformerConfig that have the same names.
 
     Raises:
-        ValueError: they contradict, or the config's value is none of ours.
+        ValueError: they contradict each other, or the config's value is not supported.
     """
     chosen = {}
     for name in NAMES:

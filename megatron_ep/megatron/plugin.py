@@ -1,6 +1,6 @@
-"""Opt-in: every MoE layer that Megatron builds in this process takes our dispatcher, whatever code builds the model.
+"""Opt-in plugin: every MoE layer that Megatron builds in this process uses `EPTokenDispatcher`.
 
-For frameworks whose layer specs one does not want to touch. `enable` replaces `MoELayer.__init__`, which decoder
+Use it with frameworks whose layer specs you do not want to change. `enable` replaces `MoELayer.__init__`, which decoder
 layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common, and what keeps results,
 so that it looks for failed calls before (`agreement`); `disable` puts everything back. Layers keep their class, names
 and parameters, so checkpoints stay the same.
@@ -25,13 +25,13 @@ _original: Callable[..., None] | None = None
 
 
 def enable(router: Callable[..., TopKRouter] | None = None) -> None:
-    """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`, and no step and no
-    checkpoint of Megatron's keeps what a failed call has left: it raises an EPError instead (`agreement`).
+    """Makes every `MoELayer` built in this process from now on move its tokens with `EPTokenDispatcher`.
 
-    A line (logger megatron_ep.megatron.announce, level INFO; `announce.show` prints it) says at the first step how many
-    layers, and over which groups. Call it before the model is built; `megatron_ep.megatron.dispatcher.configure` sets
-    what the buffers are made with. Declare the dispatcher type "alltoall"; with 1F1B overlap "flex" with the backend
-    "hybridep".
+    No step and no checkpoint of Megatron then keeps results of a failed call: it raises an EPError instead
+    (`agreement`). At the first step a line (logger megatron_ep.megatron.announce, level INFO; `announce.show` prints
+    it) says how many layers dispatch, and over which groups. Call `enable` before the model is built;
+    `megatron_ep.megatron.dispatcher.configure` sets the settings of buffers. Declare the dispatcher type "alltoall";
+    with 1F1B overlap "flex" with the backend "hybridep".
 
     Args:
         router: builder of the layers' routers in place of Megatron's `TopKRouter`, as
@@ -39,7 +39,7 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
             stay.
 
     Raises:
-        RuntimeError: it is enabled already.
+        RuntimeError: already enabled.
     """
     global _original
     if _original is not None:
@@ -68,13 +68,15 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether layers built now take our dispatcher."""
+    """Returns whether layers built now use `EPTokenDispatcher`."""
     return _original is not None
 
 
 def disable() -> None:
-    """Layers built from now on are Megatron's own again, those that exist keep their dispatcher, and steps are
-    not checked. Idempotent."""
+    """Makes layers built from now on Megatron's own again, and stops checking steps. Idempotent.
+
+    Existing layers keep their dispatcher.
+    """
     global _original
     if _original is not None:
         agreement.disable()

@@ -1,4 +1,4 @@
-"""What nvidia-resiliency-ext's in-process restart needs to end and rebuild what this project holds.
+"""Support for nvidia-resiliency-ext's in-process restart: ends and rebuilds the buffers of this library.
 
 Its `inprocess.Wrapper` runs the training again in the same processes when a rank has failed. A thread of it calls
 `abort` while the main thread may be waiting; once that has left the training, the main thread calls `finalize`.
@@ -45,10 +45,10 @@ class AbortEP(Abort):
     """Ends the waits of all buffers of this process, on this rank and on those in reach; waits for nothing itself.
 
     `inprocess.Compose` runs from right to left. AbortEP comes first, so it is listed last, after AbortTorchDistributed:
-    Compose(AbortTransformerEngine(), AbortTorchDistributed(), ..., AbortEP()). The other way round the main thread
-    could go on from a collective that was ended into a wait of ours.
+    Compose(AbortTransformerEngine(), AbortTorchDistributed(), ..., AbortEP()). In the other order the main thread
+    could continue from an ended collective into a wait of this library.
 
-    Raises ImportError when it is made without nvidia-resiliency-ext.
+    Raises ImportError if it is created without nvidia-resiliency-ext.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -57,11 +57,11 @@ class AbortEP(Abort):
 
 
 class FinalizeEP(Finalize):
-    """Closes the buffers that layers share, so that the next run of the training makes its own. Needs no other rank.
+    """Closes the buffers that layers share, so that the next run of the training creates its own. Needs no other rank.
 
-    A failure that nobody has been told of is logged, as that run is over anyway. Buffers of your own are closed by you.
+    Logs a failure that no call has raised, because that run is over. Close your own buffers yourself.
 
-    Raises ImportError when it is made without nvidia-resiliency-ext.
+    Raises ImportError if it is created without nvidia-resiliency-ext.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -73,8 +73,10 @@ class FinalizeEP(Finalize):
 
 
 def enable() -> None:
-    """From now on every `inprocess.Wrapper` made in this process runs AbortEP and FinalizeEP as well, before what it is
-    given. Idempotent; lasts until the process ends. For scripts that are not to be edited, as Megatron-LM's.
+    """Makes every `inprocess.Wrapper` created in this process from now on also run AbortEP and FinalizeEP, before its
+    own.
+
+    Idempotent; lasts until the process ends. Use it for scripts that you do not want to edit, such as Megatron-LM's.
 
     Raises ImportError without nvidia-resiliency-ext.
     """

@@ -32,10 +32,10 @@ BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 class EPTopKRouter(TopKRouter):
-    """Drop-in for Megatron's `TopKRouter`: same parameters, buffers and losses, and the same results but for near ties.
+    """Drop-in for Megatron's `TopKRouter`: same parameters, buffers and losses, and the same results except near ties.
 
-    The gate, the scores for the auxiliary losses and their gradients are computed by our kernels; all else is the base
-    class's code: input jitter, gating, z-loss, auxiliary losses, the counts behind the expert bias, replay.
+    Kernels of this library compute the gate, the scores for the auxiliary losses and their gradients; the rest is the
+    base class's code: input jitter, gating, z-loss, auxiliary losses, the counts behind the expert bias, replay.
 
     With 16-bit logits (a bf16 model without moe_router_dtype) the results are rounded where the installed Megatron
     rounds: from 0.18 on the weights. Until 0.17 the scores before the choice, by which so many become equal that the
@@ -45,7 +45,7 @@ class EPTopKRouter(TopKRouter):
     Args:
         config, pg_collection: as for `TopKRouter`.
         sparse: return what a dispatcher sends instead of Megatron's dense interface, see `routing`.
-        options: what newer versions of Megatron-Core pass on (is_mtp_layer).
+        options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer).
 
     Raises:
         ValueError: the config asks for what this router cannot do: sinkhorn or quantile balancing, a score function but
@@ -67,7 +67,7 @@ class EPTopKRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the experts; what `forward` returns.
+        """Chooses the experts. `forward` returns the result.
 
         Args:
             logits: [S, B, E], T = S * B.
@@ -181,9 +181,9 @@ class EPTopKRouter(TopKRouter):
 def fused_router(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **options: Any
 ) -> EPTopKRouter:
-    """The router of an `EPMoELayer`, to be named in its MoESubmodules: hands its choices straight to the dispatcher.
+    """Builds the router of an `EPMoELayer`, for its MoESubmodules: passes its choices straight to the dispatcher.
 
-    Dense only when experts have a limited capacity, whose drops are a matter of the dense map.
+    It is dense only if experts have a limited capacity, because Megatron drops tokens in the dense map.
     """
     return EPTopKRouter(config, pg_collection, sparse=config.moe_expert_capacity_factor is None, **options)
 

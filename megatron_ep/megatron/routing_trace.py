@@ -1,8 +1,8 @@
 """Records how many tokens this rank's routers send to each expert, for `megatron-ep balance`: opt-in.
 
-Every pass of a micro-batch through a layer adds one sum to a list; at the end of a step they start for the host
-together. A GPU is not waited for: from there they are written a step later. Passes that recompute, and those of
-evaluation and inference, are left out: the first choose the same again, the others train nothing.
+Every pass of a micro-batch through a layer adds one sum to a list. At the end of a step all sums are copied to the host
+together, and they are written a step later, so that nothing waits for the GPU. Recomputed passes are omitted because
+they repeat the same choices; passes of evaluation and inference are omitted because they train nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _recorder: _Recorder | None = None
 
 
 def enable(directory: str | os.PathLike[str]) -> None:
-    """From now on layers that are built in this process are recorded, in a file of this rank in the directory, which is
-    made if need be; every rank calls it. A file that is there already is continued.
+    """Records layers built in this process from now on, in a file of this rank in the directory, which is created if
+    necessary. Every rank calls it. An existing file is continued.
 
     Steps end with those of Megatron's optimizers if `megatron_ep.megatron.plugin` is enabled; otherwise call `end_step`
     after each.
 
     Raises:
-        ValueError: it is no directory, or cannot be written.
-        RuntimeError: it is enabled already.
+        ValueError: the path is no directory, or cannot be written.
+        RuntimeError: already enabled.
     """
     global _recorder
     if _recorder is not None:
@@ -68,17 +68,18 @@ def follow(layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup,
 
 
 def end_step(number: int | None = None) -> None:
-    """The passes since the last call were a step.
+    """Ends a step: the passes since the last call belong to it.
 
     Args:
-        number: of the step, from 1 on; None: in Megatron-LM's scripts the iteration, elsewhere one more than the last.
+        number: the step's number, from 1. None: in Megatron-LM's scripts the iteration, elsewhere one more than the
+            last.
     """
     if _recorder is not None:
         _recorder.end_step(number)
 
 
 def disable() -> None:
-    """Writes what is left, and records nothing any more. Idempotent."""
+    """Writes what is left and stops recording. Idempotent."""
     global _recorder
     if _recorder is not None:
         agreement.before_step = None

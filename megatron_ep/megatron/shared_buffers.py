@@ -28,17 +28,18 @@ _closed_seconds = 0.0
 
 
 def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
-    """Sets what the buffers of all later layers are made with, and what layers built from now on do; every rank calls
-    it with the same arguments. What is not given is at its default again.
+    """Sets the settings of buffers created later and the options of layers built later.
+
+    Every rank calls it with the same arguments. Arguments that are not given return to their defaults.
 
     Args:
-        topology: how the ranks of one group lie on nodes; None leaves it to MEGATRON_EP_RANKS_PER_NODE in the
-            environment, or takes the ranks of a host (or of an NVLink domain of several hosts) as a node.
-        settings: fields of `megatron_ep.Config` other than num_experts, which the model knows, of
+        topology: how the ranks of one group form nodes. None: as MEGATRON_EP_RANKS_PER_NODE says, or the ranks of a
+            host (or of an NVLink domain of several hosts) form a node.
+        settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, of
             `megatron_ep.Tuning`, and of `options.Options`.
 
     Raises:
-        ValueError: a name that is no such field, or a setting or option out of range.
+        ValueError: an unknown name, or a setting or option out of range.
         RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
     """
     global _topology, _config, _options
@@ -58,7 +59,7 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
 
 
 def options_for(config: Any) -> options.Options:
-    """Those of a layer with this TransformerConfig, of `configure` and of its own fields.
+    """Returns the options of a layer with this TransformerConfig: those of `configure` and of the config's own fields.
 
     Raises:
         ValueError: as `options.merged`.
@@ -69,13 +70,13 @@ def options_for(config: Any) -> options.Options:
 def shared_buffer(
     group: dist.ProcessGroup, num_experts: int, device: torch.device, settings: Mapping[str, Any] | None = None
 ) -> ep.Buffer:
-    """The buffer of this group, built at the first call, which is therefore collective over the group.
+    """Returns the buffer of this group. The first call creates it and is therefore collective over the group.
 
     Args:
         group: the ranks that exchange tokens.
         num_experts: E in the whole group; a multiple of its size.
-        device: where this rank's tokens are.
-        settings: of the `Config` of a new buffer, but for those that `configure` has set.
+        device: the device of this rank's tokens.
+        settings: settings of the `Config` of a new buffer; those of `configure` take precedence.
 
     Raises:
         ValueError: as `megatron_ep.Buffer`.
@@ -90,8 +91,9 @@ def shared_buffer(
 
 
 def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens: int) -> ep.LowLatency:
-    """The low-latency mode on a shared buffer for rows like those of x [T, H] and K choices of a token, built at the
-    first call, which is therefore collective.
+    """Returns the low-latency mode on a shared buffer for rows like those of x [T, H] and K choices per token.
+
+    The first call creates it and is therefore collective.
 
     Raises:
         ValueError, EPError: as `megatron_ep.LowLatency`.
@@ -107,7 +109,7 @@ def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens
 
 @contextlib.contextmanager
 def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """An error inside ends the waits of the other ranks of a group (None: of all groups) in its buffers."""
+    """Ends the waits of the other ranks of a group (None: of all groups) in its buffers if the block raises."""
     try:
         yield
     except BaseException as error:
@@ -118,13 +120,13 @@ def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[Non
 
 
 def comm_seconds() -> float:
-    """Seconds this process has spent in dispatch and combine of all layers so far, forward and backward."""
+    """Returns the seconds that this process has spent in dispatch and combine of all layers, forward and backward."""
     return _closed_seconds + sum(rank_group_of(buffer).seconds for buffer in _buffers.values())
 
 
 def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
-    """int64 [ranks of the group] on the CPU: how long this rank waited for each of them in its open buffers, as
-    `Buffer.statistics` counts it; None before the first one is made. None as the group: any that all ranks are in."""
+    """Returns int64 [ranks of the group] on the CPU: how long this rank waited for each of them in its open buffers, as
+    `Buffer.statistics` counts it; None before the first buffer is created. group None: any that contains all ranks."""
     size = dist.get_world_size(group)
     counts = [
         buffer.statistics()["wait_ns"][0]
@@ -135,30 +137,30 @@ def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
 
 
 def topology_of(group: dist.ProcessGroup) -> ep.Topology | None:
-    """How the ranks of a group lie on nodes; None before its first buffer is made."""
+    """Returns how the ranks of a group form nodes; None before its first buffer is created."""
     return next((buffer.topology for (own, *_), buffer in _buffers.items() if own is group), None)
 
 
 def close_buffers() -> None:
     """Closes every shared buffer. The next forward pass builds new ones.
 
-    Call it before destroying the groups; or on every rank after an `EPError`, to go on.
+    Call it before destroying the groups, or on every rank after an `EPError`, to continue.
 
     Raises:
-        EPError: once all are closed, if a call has failed and nobody has been told.
+        EPError: once all are closed, if a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.close)
 
 
 def release_buffers() -> None:
-    """Gives the memory of every shared buffer back, as `megatron_ep.Buffer.release` does, so that somebody else can use
-    the GPU, as where training and inference take turns on it. The next forward pass builds new ones.
+    """Frees the memory of every shared buffer, as `megatron_ep.Buffer.release` does, so that other programs can use the
+    GPU, for example when training and inference alternate. The next forward pass builds new buffers.
 
     Collective: all ranks of all groups call it, between two steps and with their CUDA graphs deleted.
 
     Raises:
-        ValueError: as `Buffer.release`; that buffer and those made before it stay open.
-        EPError: once all are closed, if a rank did not come or a call has failed and nobody has been told.
+        ValueError: as `Buffer.release`; that buffer and those created before it stay open.
+        EPError: once all are closed, if a rank did not come or a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.release)
 

@@ -19,9 +19,9 @@ from megatron_ep.megatron.router import fused_router
 
 
 def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's decoder block for this model, its MoE layers with our dispatcher.
+    """Returns Megatron's decoder block for this model, with `EPTokenDispatcher` in its MoE layers.
 
-    A multi-token-prediction block's spec is made elsewhere and in no way that a function could reach: a model with
+    Megatron builds the spec of a multi-token-prediction block elsewhere, out of reach of this function: a model with
     mtp_num_layers needs `megatron_ep.megatron.plugin`, which `megatron_ep.pretrain` enables, or you do.
 
     Args:
@@ -36,7 +36,7 @@ def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
 
 
 def gpt_fused_router(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """As `gpt`, and with this project's router in the place of Megatron's."""
+    """Returns the block of `gpt` with the fused router instead of Megatron's."""
     return _gpt(config, vp_stage, fused_router)
 
 
