@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.config import MAX_ROWS
@@ -305,6 +306,12 @@ def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 dispatch_op.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
 dispatch_again_op.register_autograd(_dispatch_again_backward, setup_context=_setup_dispatch_again)
 combine_op.register_autograd(_combine_backward, setup_context=_setup_combine)
+
+# All ranks make the same calls in the same order. Of operators that are nothing but functions of their arguments a
+# compiler leaves out those whose results nobody reads, makes one of two that are alike, and sorts independent ones by
+# the sizes of their tensors, which differ between ranks.
+for _op in (dispatch_op, dispatch_again_op, combine_op):
+    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
 
 # ---- what a traced call is made of

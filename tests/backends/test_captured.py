@@ -52,6 +52,7 @@ class Closed(RankGroup):
     device = torch.device("cuda", 0)
 
     def __init__(self, backend):
+        super().__init__()
         self._backend = backend
         self.itself = self  # a cycle: the garbage collector ends it
 

@@ -1,10 +1,15 @@
 """torch.compile: dispatch and combine are operators in one graph, with the results and gradients of eager mode."""
 
+import itertools
+from unittest import mock
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 import megatron_ep as ep
-from megatron_ep.normal import operators
+from megatron_ep.normal import launches, operators
 
 HIDDEN, EXPERTS, TOPK = 16, 8, 2
 
@@ -49,6 +54,51 @@ def test_one_graph(nodes, ranks, options):
         for tokens in ((5, 7), (3, 9)):
             given = inputs(tokens)
             assert_all_equal(outputs_and_gradients(compiled, *given), outputs_and_gradients(layer, *given))
+
+
+def test_no_call_is_left_out_moved_or_merged():
+    """Of two that are independent, of one whose result nobody reads, and of one that is made twice."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    calls = []
+    launch = launches.launch_dispatch
+
+    def noted(handle, x, *others, **options):
+        calls.append([len(rows) for rows in x])
+        return launch(handle, x, *others, **options)
+
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+
+        def layer(few, many, weights):
+            options = {"buffer": cluster, "max_recv_tokens": 400}
+            parts = [
+                ep.dispatch(x, ids, weights, **options) for (x, ids), weights in zip((few, many), weights, strict=True)
+            ]
+            ep.dispatch(*few, **options)
+            parts += [ep.dispatch(*few, **options) for _ in range(2)]
+            return [y for part in reversed(parts) for y in ep.combine(part.x, part.handle)]
+
+        with mock.patch.object(launches, "launch_dispatch", noted):
+            results = []
+            for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+                x, ids, weights = zip(inputs((5, 7)), inputs((160, 20)), strict=True)
+                y = function((x[0], ids[0]), (x[1], ids[1]), weights)
+                calls.append("backward")
+                grads = torch.autograd.grad(sum(part.square().sum() for part in y), [t for part in x for t in part])
+                results.append([*y, *grads])
+    assert_all_equal(*results)
+    half = len(calls) // 2
+    assert calls[:half] == calls[half:] and calls[:5] == [[5, 7], [160, 20], [5, 7], [5, 7], [5, 7]]
+    for graph, count in zip(graphs, (9, 8), strict=True):
+        chain = [node for node in graph.nodes if "megatron_ep" in str((*node.args[1:2], node.target))]
+        assert len(chain) == count
+        for before, after in itertools.pairwise(chain):  # each takes the token of the one before
+            assert after.args[0].args[0] is before
 
 
 def test_a_handle_from_outside_and_one_that_leaves():
