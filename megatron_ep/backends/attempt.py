@@ -50,8 +50,9 @@ class Attempt:
         return self._name
 
     def all_came(self, store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
-        """By rank 0: whether all keys, one of each rank, are there in time. Missing ranks may not know the name yet, so
-        it answers their questions; questions of earlier attempts are harmless. Raises RuntimeError as `name`."""
+        """Runs on rank 0: returns whether all keys, one of each rank, arrive in time. Missing ranks may not know the
+        name yet, so it answers their questions; questions of earlier attempts are harmless. Raises RuntimeError as
+        `name`."""
         deadline = time.monotonic() + timeout.total_seconds()
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if time.monotonic() > deadline:

@@ -69,7 +69,7 @@ def processes(
 
 
 def queue_pairs(heap: _C.Heap, sms: int) -> int:
-    """Those to each rank between machines: one for each block that has a channel's coordinators."""
+    """Returns the queue pairs per rank of another machine: one for each block that has a channel's coordinators."""
     return min(heap.channels, sms)
 
 

@@ -66,12 +66,12 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def uuid(device: int | torch.device) -> str:
-    """Of a GPU, as NVML writes it."""
+    """Returns the UUID of a GPU, as NVML writes it."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Of a GPU, as Linux writes it; None if this torch does not tell."""
+    """Returns the PCI address of a GPU, as Linux writes it; None if this torch does not provide it."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return None
@@ -284,8 +284,8 @@ class CudaBackend(OfGroup):
 
     @property
     def seconds(self) -> float:
-        """Of launches on the GPU since this was first asked: until then nobody pays for the events. As far as they have
-        finished; captured graphs are not counted."""
+        """Seconds of finished launches on the GPU since this was first read; events are recorded only from then on.
+        Captured graphs are not counted."""
         return self._launches.measured()
 
     def wait(self, event: torch.cuda.Event) -> None:

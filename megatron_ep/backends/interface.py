@@ -37,7 +37,7 @@ class RankHandle:
 
 
 class RowCounts(NamedTuple):
-    """Of a rank's dispatch: what it needs tables and tensors for."""
+    """Numbers of rows that the tables and tensors of a rank's dispatch need room for."""
 
     rows: int  # R, see RankHandle
     received: int  # tokens that arrive
@@ -45,7 +45,7 @@ class RowCounts(NamedTuple):
 
 
 class LastCounts(NamedTuple):
-    """Of a rank's dispatch that is over, as `Totals`: what the next one may expect."""
+    """Totals of a rank's previous dispatch, which the next one may expect again."""
 
     num_tokens: int  # T
     expert_rows: int
@@ -54,7 +54,7 @@ class LastCounts(NamedTuple):
 
 
 class CountSettings(NamedTuple):
-    """Of an exchange of counts, as the extension takes them."""
+    """Settings of an exchange of counts, as the extension takes them."""
 
     topk: int
     index_bytes: int
@@ -195,7 +195,7 @@ class Backend(HasMemory, Protocol):
         ...
 
     def ranks_that_left(self) -> list[int]:
-        """Those of other machines that have said they will send nothing more."""
+        """Returns the ranks of other machines that have announced that they send nothing more."""
         ...
 
     def waited(self) -> list[tuple[list[int], list[int]]]:

@@ -25,7 +25,7 @@ BEATS = 4
 
 
 class Masks:
-    """Of the ranks of this process, in their order.
+    """Masks of the ranks of this process, in their order.
 
     active: int32 [W], on their device, read and written by the kernels and by the caller: 1, or 0 for a masked rank.
     shown: int64 [W, 2] in memory of the host, written by the kernels alone: why a rank was masked (0: it was not), and

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Of one rank, from construction until `stop`. It keeps no process from ending.
+    """Watches for one rank, from construction until `stop`. Does not keep the process from ending.
 
     backend: of this rank only.
     processes: of the ranks on this machine, by rank; may change.
@@ -128,7 +128,7 @@ class Monitor:
             self._backend.abort(interrupted=False, failed=True, reason=f"{blame.STOPPED_WAITING}{ended}")
 
     def _fates(self) -> dict[int, str]:
-        """Of the ranks that will do no more."""
+        """Returns the fate of the ranks that have left or ended."""
         fates = dict.fromkeys(self._backend.ranks_that_left(), blame.LEFT)
         ended = [rank for rank, pid in list(self._processes.items()) if process_fate(pid) == blame.ENDED]
         return fates | dict.fromkeys(ended, blame.ENDED)

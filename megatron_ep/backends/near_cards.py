@@ -17,7 +17,7 @@ FAR = 1000  # bridges that no machine has one after the other
 
 
 def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
-    """Of these cards ("mlx5_0") those that are nearest to a GPU, in their order; all of them if nothing is known of it.
+    """Returns the cards ("mlx5_0") nearest to a GPU, in their order; all of them if nothing is known about the GPU.
 
     gpu: its PCI address, "0000:1b:00.0".
     """
@@ -46,7 +46,7 @@ def _cpus(node: Path) -> set[int]:
 
 
 def _ranges(text: str) -> Iterator[range]:
-    """Of "0-3,8"."""
+    """Parses ranges such as "0-3,8"."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield range(int(first), int(last or first) + 1)

@@ -39,7 +39,8 @@ class Failure:
 
 
 class News:
-    """Of one buffer's ranks, from one reset to the next. Nothing here waits for the store, unless it says so."""
+    """Failure messages of one buffer's ranks, between two resets. Methods do not wait for the store unless they say
+    so."""
 
     def __init__(self, store: dist.Store, world_size: int):
         self._store = store

@@ -51,8 +51,9 @@ def of_machine(
     *,
     all_came: bool,
 ) -> None:
-    """Of memory that processes have mapped, a list by rank each, with None for what is not mapped here. Raises EPError
-    naming the ranks that still map that of this one: then it stays, for a later buffer.
+    """Releases memory that processes have mapped: lists by rank, with None for what is not mapped here.
+
+    Raises EPError that names the ranks that still map the memory of this one, which then stays for a later buffer.
 
     has_ended: whether a rank's process has, so that it maps nothing any more.
     release_left: gives back what closed buffers of these ranks have left.
@@ -78,7 +79,7 @@ def of_machine(
 
 
 def of_network(rendezvous: StoreRendezvous, library: Any, memories: Sequence[Any]) -> None:
-    """Of symmetric memory, which all ranks give back in the same order, with what closed buffers have left. library:
+    """Releases symmetric memory, on all ranks in the same order, including that of closed buffers. library:
     the fabric's extension. Raises EPError on all ranks if that fails or takes too long."""
     held = {memory.key: memory for memory in memories}
     keys = rendezvous.gather(sorted({*held, *library.left()}), kind=list[bytes] | list[int])

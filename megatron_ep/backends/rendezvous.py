@@ -70,7 +70,7 @@ class StoreRendezvous:
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> StoreRendezvous:
-        """Of ranks without a process group. store: nothing else is in it, nor was."""
+        """Creates a rendezvous of ranks without a process group. store: must be, and have been, empty."""
         rendezvous = cls.__new__(cls)
         rendezvous._begin(dist.PrefixStore("megatron_ep", store), "megatron_ep", rank, world_size, timeout)
         return rendezvous
@@ -200,7 +200,7 @@ class StoreRendezvous:
             raise self._lost(error) from error
 
     def _collect(self, wait: timedelta) -> str:
-        """By the first rank: everyone's answers for all, or who is missing."""
+        """Runs on the first rank: publishes the answers of all ranks, or which ones are missing."""
         keys = [self._key(rank) for rank in range(self.world_size)]
         if not self._all_came(keys, wait):
             return self._decide(self._absence(self._missing(keys), wait))
@@ -229,7 +229,7 @@ class StoreRendezvous:
         return b"".join(pieces)
 
     def _hear(self, wait: timedelta) -> str:
-        """By the others: what the first rank decided, or that it did not come."""
+        """Runs on the others: returns what the first rank decided, or that it did not come."""
         decision = self._key("decision")
         if not self._is_there(decision) and not self._came([self._key(0)], wait):
             return self._decide(self._absence([0], wait))

@@ -68,7 +68,8 @@ def host_heap(topology: Topology, config: Config) -> _C.Heap:
 
 
 def slot_bytes(config: Config) -> int:
-    """Of the largest row, with as much beside it as there can be: 16 KiB, unless it is given and larger."""
+    """Returns the bytes of a slot for the largest row and all that may travel with it: 16 KiB, or more if row_bytes is
+    larger."""
     row = _C.RowFormat(
         payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0
     )

@@ -72,7 +72,7 @@ class Listening:
         pairs: Mapping[Place, bytes] | None = None,
         cards: Sequence[str] = (),
     ) -> Listening:
-        """Of a socket that listens, with new tokens for all ranks."""
+        """Describes a listening socket, with new tokens for all ranks."""
         host, port = listener.getsockname()[:2]
         tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
         places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]

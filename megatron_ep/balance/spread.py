@@ -17,7 +17,7 @@ PERIODS = 10  # that the run is divided into
 
 @dataclass(frozen=True)
 class LayerSpread:
-    """Of a layer's passes, max/mean over ranks: mean, p50, p95 and most.
+    """Statistics of a layer's passes: max/mean over ranks as mean, p50, p95 and most.
 
     lasting: max/mean of loads averaged over a window of steps: what re-placing experts that often could remove.
     momentary: what the mean has beyond that. between_nodes: max/mean over nodes: what copies inside nodes leave.
@@ -65,7 +65,7 @@ def max_over_mean(loads: np.ndarray) -> np.ndarray:
 
 
 def of_passes(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Of all passes of all groups: their steps, and max/mean over ranks."""
+    """Returns the steps of all passes of all groups, and their max/mean over ranks."""
     spread = [max_over_mean(rank_loads(expert_rows(group), trace.expert_ranks)) for group in trace.groups]
     return np.concatenate([group.steps for group in trace.groups]), np.concatenate(spread)
 
@@ -75,7 +75,7 @@ def _layer_numbers(trace: Trace) -> list[int]:
 
 
 def layers(trace: Trace, ranks_per_node: int, window: int) -> list[LayerSpread]:
-    """Of each layer, over all groups."""
+    """Returns the spread of each layer, over all groups."""
     found = []
     for layer in _layer_numbers(trace):
         parts = [_OfLayer(group, layer, trace.expert_ranks) for group in trace.groups if (group.layers == layer).any()]

@@ -251,8 +251,8 @@ def _since(group: Group, step: int) -> Group:
 
 
 def regrouped(trace: Trace, expert_ranks: int) -> Trace:
-    """The same tokens among another number of ranks. For fewer, ranks side by side make groups; for more, groups are
-    joined as far as there are some, and each rank's tokens then stand for those of several.
+    """Returns the same tokens on another number of ranks. For fewer, ranks side by side make groups; for more, groups
+    are joined as far as there are some, and each rank's tokens then stand for those of several.
 
     Raises:
         ValueError: the experts do not divide among them, or they are no multiple or part of those recorded.

@@ -119,7 +119,7 @@ def add_arguments(
 def cases_of(
     arguments: argparse.Namespace, nodes: int, ranks_per_node: int, tokens: int, routing: str = "uniform"
 ) -> list[Case]:
-    """Those of one number of tokens and one routing."""
+    """Returns the cases of one number of tokens and one routing."""
     sizes = (tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
         Case(
@@ -142,7 +142,7 @@ def cases_of(
 
 
 def row_bytes(hidden: int, *, fp8: bool = False) -> int:
-    """Of a row of bf16, or of fp8 with its scales."""
+    """Returns the bytes of a row of bf16, or of fp8 with its scales."""
     return hidden + 4 * -(-hidden // SCALE_BLOCK) if fp8 else 2 * hidden
 
 

@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def topology_of(found: ep.Topology, nodes: int | None, experts: int) -> ep.Topology:
-    """Of these ranks, dealt to so many nodes, if the user says so. Raises ValueError for numbers that do not fit."""
+    """Returns the topology of these ranks, on the given number of nodes if any. Raises ValueError if the numbers do not
+    fit."""
     gpus = found.world_size
     if gpus < 2:
         raise ValueError(f"there is {gpus} GPU, must be at least 2")

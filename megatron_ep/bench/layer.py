@@ -288,7 +288,7 @@ def _measure_in_turns(steps: dict[str, Steps], warmup: int, iterations: int) -> 
 def _timers(
     dispatch: Callable[[], torch.Tensor], combine: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Timer, Timer]:
-    """Of a dispatch, and of the combine of what it returned; all ranks start together."""
+    """Returns timers of a dispatch and of the combine of its result; all ranks start together."""
     received: list[torch.Tensor] = []
 
     def combine_received() -> tuple[torch.Tensor, torch.Tensor]:

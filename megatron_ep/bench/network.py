@@ -148,7 +148,7 @@ def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:
 
 
 def _there_and_back(step: Callable[[], object]) -> layer.Steps:
-    """The same for what dispatch moves, and for what combine does."""
+    """Returns the step for the bytes of dispatch and for those of combine."""
 
     def run_dispatch() -> torch.Tensor:
         step()

@@ -15,7 +15,7 @@ class NetworkThread:
         self._began, self._before = time.perf_counter(), _seconds()
 
     def share(self) -> float:
-        """Of a core, until now."""
+        """Returns the share of a core used until now."""
         return (_seconds() - self._before) / (time.perf_counter() - self._began)
 
 

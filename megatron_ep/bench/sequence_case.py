@@ -76,9 +76,9 @@ class Case:
 
 
 def plans_of(case: Case) -> dict[str, SequencePlan]:
-    """By who computes what: each rank its own documents; balanced by the planner, from there; and with Megatron's
-    context parallelism over all ranks, where a rank has the r-th chunk of each document and the r-th from its end, also
-    at home."""
+    """Returns the plans by who computes what: each rank its own documents; balanced by the planner, from there; and
+    with Megatron's context parallelism over all ranks, where a rank has the r-th chunk of each document and the r-th
+    from its end, also at home."""
     world = case.world_size
     at_home, parallel, document = [], [], 0
     for rank, lengths in enumerate(case.documents):
@@ -113,7 +113,7 @@ class Crossing:
 
 
 def crossings_of(plan: SequencePlan, row_bytes: RowBytes, rank: int) -> dict[str, Crossing]:
-    """Of a rank, by phase: dispatch, the output's return, and the gradients' way, which is that of both again, back."""
+    """Returns the crossings of a rank by phase: dispatch, the output's return, and the gradients of both, back."""
 
     def crossing(rows: torch.Tensor, size: int) -> Crossing:
         stays = int(rows[rank, rank])

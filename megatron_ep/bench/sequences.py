@@ -284,7 +284,7 @@ def _all(copy: Callable[[int], None], amounts: Sequence[int]) -> None:
 
 
 def _exchanges(plan: SequencePlan, case: Case, group: dist.ProcessGroup) -> tuple[AllToAll, AllToAll]:
-    """Of Q, and of K and of V."""
+    """Returns the exchanges of Q, and of K and V."""
     rank = dist.get_rank()
     return (
         AllToAll.build(plan.q_moves(), plan, rank, group, is_sum=False, device=case.device),

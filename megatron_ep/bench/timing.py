@@ -22,7 +22,8 @@ GRAPH_CALLS = 20  # of a step in one CUDA graph, so that the host's share of a c
 
 
 def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: None) -> Timer:
-    """By the host's clock, from when `before` is done, a barrier, say, until `after` is, a wait for a GPU, say."""
+    """Times by the host's clock, from the end of `before` (such as a barrier) to the end of `after` (such as a wait for
+    a GPU)."""
 
     def timer() -> Reading:
         before()
@@ -37,7 +38,7 @@ def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: No
 
 
 def cuda_timer(step: Step, calls: int = 1) -> Timer:
-    """By CUDA events around the step on the current stream; the time of one of its `calls`."""
+    """Times by CUDA events around the step on the current stream; returns the time of one of its `calls`."""
 
     def timer() -> Reading:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

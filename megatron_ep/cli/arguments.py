@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def numbers(name: str, text: str) -> list[int]:
-    """Of a list with commas. Raises ValueError, which names the argument."""
+    """Parses a comma-separated list. Raises ValueError that names the argument."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

@@ -50,7 +50,8 @@ def random_ids(tokens: int, topk: int, num_experts: int, generator: torch.Genera
 
 @dataclass(frozen=True)
 class RandomCase:
-    """Of E experts; x, ids and weights have a tensor a rank. Sums of its small integers are exact in fp32."""
+    """Random inputs for E experts; x, ids and weights have one tensor per rank. Sums of the small integers are exact in
+    fp32."""
 
     num_experts: int
     alignment: int
@@ -76,7 +77,7 @@ class RandomCase:
         return _by_name(received.x, received.probs, received.tokens_per_expert, sums)
 
     def expected(self) -> dict[str, list[torch.Tensor]]:
-        """The same by the specification."""
+        """Returns the results by the specification."""
         dispatched = ep.reference.dispatch(self.x, self.ids, self.weights, self.num_experts, self.alignment)
         sums = ep.reference.combine(dispatched[0], self.ids, self.num_experts, self.alignment)
         return _by_name(*dispatched, sums)

@@ -18,8 +18,8 @@ from megatron_ep.group.rank_group import summable_dtypes
 
 BUFFER = "a buffer of all ranks"
 DIRECTIONS = 8
-# By type the step of a central difference, and how much of the largest derivative its error may be: about the square of
-# the step, and what is rounded over the step.
+# For each type the step of a central difference, and its allowed error relative to the largest derivative: about the
+# square of the step, and what is rounded over the step.
 STEPS = {torch.float64: (1e-5, 1e-6), torch.float32: (1e-2, 1e-3)}
 TOKENS, TOPK, HIDDEN = 3, 2, 5
 CASES = 25
@@ -80,7 +80,7 @@ def _checks(ranks: JobRanks, timeout: float, say: Callable[[str], None]) -> Iter
 
 
 def _widest(device: str) -> torch.dtype:
-    """Of the types that are summed there: few builds for GPUs have sums in fp64."""
+    """Returns the widest type that is summed on the device: few builds for GPUs have sums in fp64."""
     return torch.float64 if torch.float64 in summable_dtypes(device) else torch.float32
 
 

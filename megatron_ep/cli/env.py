@@ -28,7 +28,7 @@ MATTERING = {
     "cuda": ("gpus", "fabrics"),
     "extension": ("imports", "build"),
 }
-# Those that may well differ, and explain much when something is odd.
+# Facts that may differ between ranks, and often explain a problem.
 TELLING = {"system": ("cpu", "platform"), "memory": ("total", "huge pages in /dev/shm"), "cuda": ("nvcc",)}
 MATTERING_VARIABLES = ("MEGATRON_EP_",)
 TELLING_VARIABLES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "CUDA_DEVICE_", "LD_", "OMP_", "PYTHONPATH")
@@ -243,7 +243,7 @@ def _differing(facts: dict[int, Facts], equal: Facts) -> list[str]:
 
 
 def _facts(report: env.Report, sections: Mapping[str, Sequence[str]], variables: tuple[str, ...]) -> Facts:
-    """By the name that is shown."""
+    """Returns facts by the name that is printed."""
     facts = {}
     for section, names in sections.items():
         for name in names:

@@ -76,7 +76,7 @@ def examine_networks(examination: Examination) -> Ways:
 
 
 def examine_cards(examination: Examination) -> Ways:
-    """By the ports of network cards that all machines have, one place after the other. Collective."""
+    """Tests the ports of network cards that all machines have, one position after the other. Collective."""
     ways = Ways()
     lacking = examination.no_cards()
     if lacking:
@@ -126,7 +126,7 @@ def _fabric_line(name: str) -> str:
 
 
 def main_of_rank(timeout: float) -> int:
-    """By each rank of a job, whose variables are torchrun's. Rank 0 prints."""
+    """Runs on each rank of a job started by torchrun. Rank 0 prints."""
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -83,7 +83,7 @@ class Examination:
         return sorted(outside, key=lambda name: taken not in ipaddress.ip_network(name))
 
     def places(self) -> range:
-        """Of ports of network cards: as many as each machine has."""
+        """Positions of network card ports that every machine has."""
         return range(min(map(len, self.cards)))
 
     def cards_at(self, place: int) -> list[str]:

@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one network."""
+    """Findings about one network."""
 
     unreached: list[str]
     links: list[Link]

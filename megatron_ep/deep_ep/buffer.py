@@ -272,7 +272,7 @@ class Buffer(LowLatencyCalls):
         )
         return y, weights, event
 
-    # By these names DeepEP calls itself where a group has several nodes; the arguments are the same.
+    # DeepEP's own calls use these names if a group has several nodes; the arguments are the same.
     internode_dispatch = dispatch
     internode_combine = combine
 

@@ -24,7 +24,7 @@ class EventHandle:
             torch.cuda.current_stream().wait_event(self._event)
 
     def keep_back(self, stream: torch.cuda.Stream) -> None:
-        """The same of another stream."""
+        """Makes another stream wait for the event."""
         if self._event is not None:
             stream.wait_event(self._event)
 
@@ -110,5 +110,5 @@ def run(
 
 
 def refuse(name: str, value: Any, instead: str) -> None:
-    """Of an argument that DeepEP has and this does not do."""
+    """Raises NotImplementedError for an argument that DeepEP has and this library does not support."""
     raise NotImplementedError(f"{name} is {value!r}, which megatron_ep.deep_ep does not do: {instead}")

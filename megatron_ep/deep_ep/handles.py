@@ -17,7 +17,7 @@ UNKNOWN = -1  # of elements: what only other ranks know
 
 
 class _LazyTuple(OfOneProcess, tuple[Any, ...]):
-    """Of `LENGTH` elements, each made by `make(index)`."""
+    """A tuple of `LENGTH` elements, each created by `make(index)` on access."""
 
     LENGTH: int
 
@@ -43,10 +43,10 @@ class _LazyTuple(OfOneProcess, tuple[Any, ...]):
 
 
 class NormalHandle(_LazyTuple):
-    """Of a dispatch in normal mode, as on one node: rank_prefix_matrix int32 [W, W] (entry [i][j]: tokens of ranks 0..i
-    for rank j; this rank's column, -1 elsewhere), channel_prefix_matrix and recv_channel_prefix_matrix int32 [W, C] (-1
-    all over), recv_src_idx int32 [R] (a row's token at its source), is_token_in_rank bool [T, W], send_head int32
-    [T, W] (-1 where a rank does not get a token, else 0)."""
+    """Handle of a dispatch in normal mode, as on one node: rank_prefix_matrix int32 [W, W] (entry [i][j]: tokens of
+    ranks 0..i for rank j; this rank's column, -1 elsewhere), channel_prefix_matrix and recv_channel_prefix_matrix int32
+    [W, C] (-1 all over), recv_src_idx int32 [R] (a row's token at its source), is_token_in_rank bool [T, W], send_head
+    int32 [T, W] (-1 where a rank does not get a token, else 0)."""
 
     LENGTH = 6
 
@@ -76,8 +76,8 @@ class NormalHandle(_LazyTuple):
 
 
 class LowLatencyTuple(_LazyTuple):
-    """Of a low-latency dispatch: src_info int32 [L, M] (a row's token at its source; anything behind the last row),
-    layout_range int64 [L, W] (where the rows of a source begin << 32 | how many), T_max, H, E. M = W * T_max."""
+    """Handle of a low-latency dispatch: src_info int32 [L, M] (a row's token at its source; anything behind the last
+    row), layout_range int64 [L, W] (where the rows of a source begin << 32 | how many), T_max, H, E. M = W * T_max."""
 
     LENGTH = 5
 
@@ -91,7 +91,7 @@ class LowLatencyTuple(_LazyTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the rows: [L, M, H]."""
+        """Shape of the rows, [L, M, H]."""
         group = self.handle.group
         return group.num_local_experts, group.topology.world_size * self.max_tokens, self.hidden
 

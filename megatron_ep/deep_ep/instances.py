@@ -24,7 +24,7 @@ TOO_FEW_ROWS = (
 
 
 class Instances:
-    """Of the ranks of one DeepEP buffer. Handles keep their buffer: it closes with the last of them.
+    """Buffers of one DeepEP buffer's ranks. Handles keep their buffer: it closes with the last of them.
 
     timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
     """
@@ -51,7 +51,7 @@ class Instances:
         return self._normal[key]
 
     def row_limit(self, buffer: Buffer) -> RowLimit:
-        """Of its dispatches with a fixed R."""
+        """Returns the limit of the buffer's dispatches with a fixed R."""
         return self._row_limits[buffer]
 
     def low_latency(
@@ -116,5 +116,5 @@ class OverInstances(OfOneProcess):
         return self.runtime
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """Of asynchronous calls on the current GPU."""
+        """Returns the stream of asynchronous calls on the current GPU."""
         return communication_stream(torch.device("cuda", torch.cuda.current_device()))

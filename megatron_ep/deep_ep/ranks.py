@@ -35,7 +35,7 @@ class BufferRanks(Protocol):
     size: int
 
     def buffer(self, config: Config, device: torch.device) -> Buffer:
-        """Of all ranks. Collective."""
+        """Creates a buffer of all ranks. Collective."""
 
 
 class GroupRanks:

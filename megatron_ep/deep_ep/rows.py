@@ -18,6 +18,6 @@ def device_of(x: Rows) -> torch.device:
 
 
 def row_bytes(x: Rows, combined: torch.dtype = torch.bfloat16) -> int:
-    """Of a row that is combined: in this type, if x is smaller."""
+    """Returns the bytes of a combined row: in this type, if x's type is smaller."""
     values = tensors_of(x)[0]
     return values.shape[-1] * max(combined.itemsize, values.element_size())

@@ -68,7 +68,7 @@ class Routes:
 
     @property
     def weights_shape(self) -> tuple[int, ...]:
-        """Of those that come with the rows."""
+        """Shape of the weights that arrive with the rows."""
         return (self.num_rows, self.handle.topk) if self.handle.is_flat else (self.num_rows,)
 
     @property
@@ -117,7 +117,7 @@ class Routes:
         return torch.where(came.unsqueeze(1) & (rows >= 0), expert, -1)
 
     def of_layout(self, is_flat: bool) -> Routes:
-        """The same routes for flat, or for grouped rows."""
+        """Returns the same routes for flat or for grouped rows."""
         if is_flat == self.handle.is_flat:
             return self
         if is_flat:

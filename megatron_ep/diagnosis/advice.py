@@ -19,7 +19,7 @@ SHARED_MEMORY_GIB = 1.0  # containers have 64 MiB unless told otherwise
 
 
 def advice(report: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """By topic, a sentence each. Empty: nothing is missing."""
+    """Returns one sentence per topic. Empty: nothing is missing."""
     packages, gpus = report["packages"], [line.split(", ") for line in report["cuda"]["gpus"] if ", " in line]
     found = {
         "extension": _extension(report["extension"], bool(gpus)),
@@ -133,6 +133,6 @@ def _shared_memory(text: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of a version's beginning, (2, 9, 0) of 2.9.0a0+nv25.9."""
+    """Returns the numbers at the beginning of a version: (2, 9, 0) for 2.9.0a0+nv25.9."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -112,8 +112,9 @@ def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str |
 
 
 def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
-    """Those that a rank in a call waits for, or will, and whose processes have ended, as a clause; None if there are
-    none. A rank that did its part before it ended is nobody to wait for.
+    """Names the ranks that a rank in a call waits for, or will, and whose processes have ended; None if there are none.
+
+    A rank that did its part before it ended is not waited for.
 
     fate: as for `root`.
     """

@@ -25,7 +25,7 @@ def of_torch(name: str) -> str | None:
 
 
 def major() -> str:
-    """Of torch's CUDA. Where torch is none for GPUs the newest that is supported, for what one could install."""
+    """Returns the major version of torch's CUDA; for a torch without CUDA the newest supported one, to suggest it."""
     return (of_torch("cuda") or MAJORS[-1]).partition(".")[0]
 
 

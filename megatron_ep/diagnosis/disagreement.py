@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ep.diagnosis.blame import RankStatus, named
 
-# By the number that travels, with their bytes: those of `megatron_ep.config.ELEMENT_TYPES`.
+# Element types and their bytes, by the numbers of `megatron_ep.config.ELEMENT_TYPES`.
 DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
 WEIGHTS = {4: "float32", 8: "float64"}
 SCALES = {1: "float8_e8m0fnu", 4: "float32"}

@@ -121,7 +121,7 @@ def _system() -> dict[str, Any]:
 
 
 def _cards(devices: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Those with RDMA, a line a port: name, firmware, link, state, rate."""
+    """Returns one line per port of a card with RDMA: name, firmware, link, state, rate."""
     lines = []
     for card in sorted(devices.glob("*")):
         for port in sorted((card / "ports").glob("*")):
@@ -164,7 +164,7 @@ def _version(package: str) -> str:
 
 
 def _tree_version() -> str | None:
-    """Of a source tree that Python imports the package from, without an installation."""
+    """Returns the version of a source tree from which Python imports the package without an installation."""
     found = re.search(r'^version = "([^"]+)"', _read(PACKAGE_DIR.parent / "pyproject.toml") or "", re.MULTILINE)
     return f"{found[1]}, not installed: imported from {PACKAGE_DIR.parent}" if found else None
 

@@ -29,7 +29,7 @@ from megatron_ep.group.rank_group import RankGroup, log_set_up
 # wait of their own.
 RENDEZVOUS_S = 60.0
 
-# Of a segment: `_C.Segment.address`.
+# Address of a segment: `_C.Segment.address`.
 ADDRESS = tuple[int, int, int, int]
 
 

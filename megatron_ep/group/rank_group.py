@@ -65,7 +65,7 @@ def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
 
 # How long the ranks that are in a call have to say what they waited for when it was given up.
 ANSWER_S = 0.2
-# By how much the reason of a rank that gave up may come later than the news that it has, which another one passes on.
+# Seconds by which the reason of a rank that gave up may arrive after another rank has passed on that it did.
 REASON_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
 
@@ -116,7 +116,7 @@ class RankGroup(OfOneProcess):
 
     @functools.cached_property
     def known_calls(self) -> KnownCalls:
-        """Of dispatches and combines with this buffer."""
+        """Cache of checked arguments of dispatches and combines with this buffer."""
         return KnownCalls()
 
     @property
@@ -131,7 +131,7 @@ class RankGroup(OfOneProcess):
 
     @property
     def ring_bytes(self) -> dict[str, int]:
-        """Of the rings that a row passes through, by the setting of `Tuning` that says so."""
+        """Sizes of the rings that a row passes through, by the name of their setting in `Tuning`."""
         rings = {"nvl_ring_bytes": self.heap.nvl_ring_bytes}
         if self.topology.nodes > 1:
             rings["rdma_ring_bytes"] = self.heap.rdma_ring_bytes
@@ -347,7 +347,7 @@ class RankGroup(OfOneProcess):
         return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
 
     def _cause(self, outcome: str, rank: int) -> str:
-        """The same on all ranks, those out of reach too."""
+        """Returns the cause, equal on all ranks, including those out of reach."""
         if self._monitor is None:
             return self._own_cause(outcome, rank)
         if (heard := self._monitor.heard) is not None:
@@ -384,8 +384,8 @@ class RankGroup(OfOneProcess):
         }[outcome]
 
     def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
-        """Of all ranks in reach. Some have a moment to say more: after a timeout those in a call, what they wait for as
-        soon as they have heard of it; otherwise the rank that gave up, why."""
+        """Returns the status of all ranks in reach. Some have a moment to say more: after a timeout those in a call,
+        what they wait for as soon as they have heard of it; otherwise the rank that gave up, why."""
 
         def has_more_to_say(status: RankStatus) -> bool:
             if outcome == "timeout":

@@ -49,9 +49,9 @@ class LowLatency(MaskedRanks):
             Config.timeout, which
         bounds every wait. None: a tenth of Config.timeout, at most 10.
 
-    Takes about 2 * (8/7 * (W + min(W, topk)) + topk) * max_tokens * hidden * itemsize bytes of memory on each rank,
-    with "mask" 2 * W * (1 + min(topk, L)) * max_tokens * hidden * itemsize; over a network 2 * (W + topk) * max_tokens
-    * hidden * itemsize and room for the rows that are staged. `memory_bytes` returns the exact number.
+    `memory_bytes` says how much memory each rank needs. In units of max_tokens * hidden * itemsize bytes it is about
+    2 * (8/7 * (W + min(W, topk)) + topk), with "mask" 2 * W * (1 + min(topk, L)), and over a network 2 * (W + topk) and
+    room for the rows that are staged.
 
     Raises ValueError for arguments that are out of range or differ between ranks, EPError if a rank does not come or
     its memory cannot be set up.

@@ -153,7 +153,7 @@ class LowLatencyCalls:
         expert_alignment: int,
         rows: int,
     ) -> DispatchPlan:
-        """Of a dispatch with tensors such as these. rows: that each rank has room for."""
+        """Returns the plan of a dispatch with tensors such as these. rows: room on each rank."""
         hidden, dtype = x[0].shape[1], x[0].dtype
         local_experts = self.group.num_local_experts
         shape = (local_experts, rows // local_experts) if masked else (rows,)
@@ -225,7 +225,7 @@ class LowLatencyCalls:
     def plan_combine(
         self, topk: int, x: torch.Tensor, values: torch.Tensor | None, *, sum_at_expert: bool, renormalize: bool
     ) -> CombinePlan:
-        """Of a combine with tensors such as these, of a rank, of a dispatch with this K."""
+        """Returns the plan of a combine with tensors such as these of one rank, for a dispatch with this K."""
         options = self._options()
         options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
         row = row_format(topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())

@@ -35,7 +35,7 @@ PLACES = ("token", "expert")
 
 @dataclass
 class Limits:
-    """Of a LowLatency's calls.
+    """Limits of a LowLatency's calls.
 
     row_bytes: of `hidden` elements of its dtype. largest: of rows of `hidden` elements, float8 too.
     """
@@ -56,7 +56,7 @@ class Checks:
         self._plans = KnownCalls()
 
     def _listed(self, value: Any) -> list[torch.Tensor]:
-        """Of what is known to be right."""
+        """Returns checked tensors as a list."""
         return list(value) if self._group.takes_lists else [value]
 
     def _counters(self, **given: Tensors | None) -> Counters:

@@ -83,7 +83,7 @@ class LowLatencyHandle(OfOneProcess):
         return self.calls.new_handle(plan, forward=self.forward or self)
 
     def in_backward(self) -> LowLatencyHandle:
-        """The same, for a combine in a backward pass."""
+        """Returns this handle for a combine in a backward pass."""
         return replace(self, forward=self.forward or self)
 
     def ids(self) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ class LowLatencyHandle(OfOneProcess):
         ]
 
     def sent_ids(self) -> list[torch.Tensor]:
-        """The same, with -1 for choices of ranks that were masked."""
+        """Returns `ids` with -1 for choices of ranks that were masked."""
         return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
 
     def active(self, rank: RankPart) -> torch.Tensor:

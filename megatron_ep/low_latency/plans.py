@@ -20,7 +20,7 @@ Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: rec
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Of a dispatch. See `LowLatencyCalls.plan`.
+    """Everything about a dispatch except tensor addresses. See `LowLatencyCalls.plan`.
 
     num_tokens: of each rank of this process. rows: that each has room for. shape: of these rows. dtype: of what
     arrives. offsets: where the parts of a handle's layout begin.
@@ -47,7 +47,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class CombinePlan:
-    """Of a combine. dtype: of x, as the extension numbers it."""
+    """Everything about a combine except tensor addresses. dtype: of x, as the extension numbers it."""
 
     sum_at_expert: bool
     format: _C.RowFormat

@@ -113,7 +113,7 @@ class VarlenAttention(torch.nn.Module):
 
 
 class _Mask(enum.Enum):
-    """By its name in Transformer Engine, which Megatron's wrapper passes on and its own `AttnMaskType` lacks."""
+    """Mask named as in Transformer Engine, which Megatron's wrapper passes on and its own `AttnMaskType` lacks."""
 
     padding_causal_bottom_right = enum.auto()
 
@@ -199,8 +199,8 @@ class DispatchedCoreAttention(_Dispatched, VarlenAttention):
 
 @functools.cache
 def _dispatched_te(kind: type) -> type:
-    """The same with Megatron's wrapper of Transformer Engine's attention: a subclass, so that checkpoints have the same
-    names with and without it."""
+    """Returns the class for Megatron's wrapper of Transformer Engine's attention: a subclass, so that checkpoints have
+    the same names with and without it."""
 
     class DispatchedTEDotProductAttention(_Dispatched, kind):
         def __init__(self, config: TransformerConfig, *, attn_mask_type: Any, **options: Any) -> None:

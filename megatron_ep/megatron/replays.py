@@ -19,7 +19,7 @@ from megatron_ep.normal.autograd import CombineFunction, WeightedCombineFunction
 
 @dataclass
 class Layout:
-    """Of a forward pass without gradients. topk_idx: int64 [T, K * TP]; handle: once it has dispatched."""
+    """Layout of a forward pass without gradients. topk_idx: int64 [T, K * TP]; handle: once it has dispatched."""
 
     topk_idx: torch.Tensor
     handle: ep.Handle | None = None
@@ -32,16 +32,16 @@ class Replays:
         self._layouts: dict[tuple[StorageWeakRef, int, torch.Size], Layout | None] = {}
 
     def note(self, x: torch.Tensor, topk_idx: torch.Tensor) -> Layout:
-        """Of the forward pass of x, which goes on to fill in the handle."""
+        """Creates the layout for the forward pass of x, which then fills in the handle."""
         for key in [key for key in self._layouts if key[0].expired()]:
             del self._layouts[key]
         layout, key = Layout(topk_idx), _memory(x)
-        # The same memory twice before a replay: which of the two it repeats is not known.
+        # If the same memory comes twice before a replay, it is unknown which of the two is repeated.
         self._layouts[key] = None if key in self._layouts else layout
         return layout
 
     def take(self, x: torch.Tensor) -> Layout | None:
-        """Of the forward pass that this one of x repeats, if there is one."""
+        """Returns the layout of the forward pass that this pass of x repeats, if there is one."""
         return self._layouts.pop(_memory(x), None)
 
 

@@ -33,7 +33,7 @@ def row_marks(grad: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def need_gradient(*lists: Sequence[torch.Tensor] | None) -> bool:
-    """Of any tensor of these lists."""
+    """Returns whether any tensor of these lists requires a gradient."""
     if torch.is_grad_enabled():
         for tensors in lists:
             for tensor in tensors or ():

@@ -27,7 +27,7 @@ NVL_BATCH = 8
 # on 32. With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more
 # than 5.
 MAX_SUM_BYTES = 5
-# Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
+# Offset in a handle's layout. Copied here, because reading it from the extension would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
 
 
@@ -72,7 +72,7 @@ def launch_dispatch(
     """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert; flat: [R, K] of weights. The
     first dispatch of a handle asks for its counts.
 
-    clears_end: whether rows behind the last expert's are zeros, as their weights are.
+    clears_end: also zero the unused rows after the last expert, as their weights are.
     all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
     """
     group = handle.group
@@ -213,7 +213,8 @@ def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
 
 
 def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
-    """Of x [R, H], which weights [R] have multiplied before a combine. grad: [R, H], of the products.
+    """Returns the gradient of x [R, H], which was multiplied by weights [R] before a combine. grad: [R, H], of the
+    products.
 
     is_row: bool [R], where a token's row lies; in padding x and weights may hold anything.
     """
@@ -223,7 +224,7 @@ def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor,
 def gradient_of_weights(
     x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
 ) -> torch.Tensor:
-    """Likewise of the weights."""
+    """Returns the gradient of these weights."""
     products = grad.to(weights.dtype) * x
     return torch.where(is_row, products.sum(dim=1), weights.new_zeros(()))
 
@@ -265,7 +266,7 @@ def _tensors_of(backend: Backend, handle: Handle) -> list[RankTensors]:
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
-    """Of rows with several output rows on a rank, which an intra-rank pass copies or sums once.
+    """Returns the bytes of rows with several output rows on a rank, which an intra-rank pass copies or sums once.
 
     With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
     """

@@ -40,7 +40,7 @@ class RowLimit:
         _limits[next(_numbers)] = self
 
     def note(self, group: RankGroup, overflow: torch.Tensor) -> torch.Tensor:
-        """Of a dispatch, whose overflow [1] is not 0 where rows are missing: bool [1], whether that is so.
+        """Notes the overflow [1] of a dispatch, not 0 if rows are missing. Returns bool [1], whether rows are missing.
 
         Raises:
             RuntimeError: a CUDA graph captures the first one.
@@ -90,8 +90,8 @@ def _running() -> dict[RowLimit, RankGroup]:
 
 
 def _overflowed() -> dict[RowLimit, RankGroup]:
-    """Those with an overflow since their reset, as far as the current streams have come. The host waits once for a
-    device, however many layers there are."""
+    """Returns the limits with an overflow since their reset, as far as the current streams have run. The host waits
+    once per device, however many layers there are."""
     of_device: dict[torch.device, list[tuple[RowLimit, RankGroup, torch.Tensor]]] = {}
     for limit, group in _running().items():
         assert limit.over_budget is not None, "it has run"

@@ -192,18 +192,18 @@ class SequencePlan:
         )
 
     def q_moves(self) -> Moves:
-        """Those of Q, from home to attention."""
+        """Moves of Q, from home to attention."""
         shards = self._shards
         return Moves(shards.home_rank, shards.home_row, shards.length, shards.attention_rank, shards.q_row)
 
     def kv_moves(self) -> Moves:
-        """Those of K and V."""
+        """Moves of K and V."""
         shards, copies = self._shards, self._copies
         of = copies.shard
         return Moves(shards.home_rank[of], shards.home_row[of], shards.length[of], copies.rank, copies.row)
 
     def digest(self) -> bytes:
-        """By which ranks know that they have the same plan."""
+        """Digest by which ranks check that they have the same plan."""
         shards = torch.stack(self._shards).numpy().tobytes()
         return hashlib.blake2b(shards, digest_size=16).digest()
 

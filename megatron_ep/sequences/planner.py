@@ -77,7 +77,7 @@ def balance(
     row_bytes: RowBytes = ONE_EACH,
     max_bytes: int | None = None,
 ) -> list[Shard]:
-    """The same documents, at home where they are, cut into shards whose attention ranks share the work.
+    """Cuts the same documents, at the same homes, into shards whose attention ranks share the work.
 
     Args:
         shards: as for `SequencePlan.build`; their attention ranks do not matter. Empty ones are left out.

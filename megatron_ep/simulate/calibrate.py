@@ -102,7 +102,7 @@ class Predictor:
 
 
 def held_out(figures: Sequence[Figure], errors: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """By mode, the `summary` of the figures that were held out."""
+    """Returns for each mode the `summary` of the figures that were held out."""
     by_mode: dict[str, list[float]] = {}
     for figure, off in zip(figures, errors, strict=True):
         if figure.is_held_out:

@@ -141,14 +141,14 @@ class Case:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Of a row of dispatch: payload and scales."""
+        """Bytes of a row of dispatch: payload and scales."""
         if self.dtype == "bf16":
             return self.hidden * BF16_BYTES, 0
         return self.hidden, -(-self.hidden // BLOCK) * SCALE_BYTES
 
     @property
     def combine_bytes(self) -> int:
-        """Of a row of combine, which has no scales."""
+        """Bytes of a row of combine, which has no scales."""
         return self.hidden * BF16_BYTES
 
     def row_format(self, payload_bytes: int, scale_bytes: int) -> _C.RowFormat:

@@ -76,16 +76,16 @@ class Machine:
 
     @staticmethod
     def default(uses_network: bool) -> Machine:
-        """Of those that come with the package. uses_network: whether there are several nodes."""
+        """Returns a machine of the package. uses_network: whether there are several nodes."""
         return Machine.load("h200_cx7" if uses_network else "h200_nvlink")
 
     @staticmethod
     def unknown() -> dict[str, HeldOut]:
-        """Of constants that are being fitted."""
+        """Returns empty errors, for constants that are being fitted."""
         return dict.fromkeys(MAX_ERROR, HeldOut(0, 0.0, 0.0, 0.0, ""))
 
     def with_constants(self, **constants: float) -> Machine:
-        """The same with some of its constants replaced."""
+        """Returns a copy with some constants replaced."""
         return dataclasses.replace(self, constants=self.constants | constants)
 
     @property
@@ -99,7 +99,7 @@ class Machine:
 
 
 def parse(name: str, found: dict[str, Any]) -> Machine:
-    """Of what a machine file holds. `base` names another one, whose constants it takes besides its own."""
+    """Builds a machine from the content of a machine file. `base` names another one, whose constants it inherits."""
 
     def require(condition: bool, what: str) -> None:
         if not condition:

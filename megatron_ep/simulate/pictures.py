@@ -131,7 +131,7 @@ def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
 
 
 def _mark(number: int, x: float, y: float) -> str:
-    """Of those who publish, a square on a corner, a triangle, a square, a cross, in turn."""
+    """Draws the mark of a publisher: a square on a corner, a triangle, a square, a cross, in turn."""
     shapes = ("m0-5 5 5-5 5-5-5z", "m0-5 5 9h-10z", "m-4-4h8v8h-8z", "m-4-4 8 8m0-8-8 8")
     shape = shapes[number % len(shapes)]
     return f'<path class="other" d="M{x:.1f} {y:.1f}{shape}"/>'
@@ -143,7 +143,7 @@ def _told(point: Point) -> str:
 
 
 def _kind(wait: str) -> str:
-    """Of what is waited for: rows, or that others make room."""
+    """Returns what a wait is for: rows, or room."""
     return "room" if "room" in wait or "taken" in wait or "turn" in wait else "row"
 
 

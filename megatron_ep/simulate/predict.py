@@ -89,7 +89,7 @@ class Phase:
 
     @property
     def us(self) -> float:
-        """Of the slowest rank."""
+        """Time of the slowest rank."""
         return max(self.ends)
 
     @property

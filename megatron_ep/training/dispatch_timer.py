@@ -60,7 +60,7 @@ class DispatchTimer:
 
     @staticmethod
     def _mark(values: tuple, on_backward: Callable[[], None]) -> tuple:
-        """The same values; `on_backward` is called when the backward pass has the gradients of all of them."""
+        """Returns the values; calls `on_backward` when the backward pass has the gradients of all of them."""
         places = [i for i, value in enumerate(values) if torch.is_tensor(value) and value.requires_grad]
         if not places:
             return values

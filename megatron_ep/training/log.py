@@ -115,7 +115,7 @@ class TrainLog:
         self._plot()
 
     def _to_board(self, board: Any, row: Row) -> None:
-        """By the names, and at the steps, of Megatron-LM's training_log; dispatch-share is ours."""
+        """Writes with the names and at the steps of Megatron-LM's training_log, and adds dispatch-share."""
         samples = row.step * self._recipe.train.global_batch_size
         for name, value in {
             "lm loss": row.loss,

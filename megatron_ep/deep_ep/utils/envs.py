@@ -57,7 +57,7 @@ def get_global_seed() -> int:
 
 
 def dist_print(text: str = "", once_in_node: bool = False) -> None:
-    """By every rank; or by the first one of a node, and then all ranks meet."""
+    """Prints on every rank; or on the first one of a node, followed by a barrier of all ranks."""
     if not once_in_node:
         print(text, flush=True)
         return

@@ -81,7 +81,7 @@ def hash_tensors(*tensors: torch.Tensor) -> int:
 
 
 def count_bytes(*parts: Any) -> int:
-    """Of tensors, in tuples and lists too; None counts nothing."""
+    """Counts the bytes of tensors, in tuples and lists too; None counts nothing."""
     return sum(_bytes_of(part) for part in parts)
 
 
