@@ -220,7 +220,7 @@ void bind_software_nic(py::module_& m) {
              py::arg("cards") = SoftwareNic::Cards(), py::arg("seed") = py::none(),
              py::keep_alive<1, 3>())
         .def("start", &SoftwareNic::start, py::arg("sockets"),
-             py::arg("pairs") = SoftwareNic::QueuePairs(),
+             py::arg("pairs") = SoftwareNic::QueuePairs(), py::arg("limit") = 10.0,
              "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
              "a card; none where memory is mapped.")
         .def(
@@ -240,6 +240,10 @@ void bind_software_nic(py::module_& m) {
             "Once what was sent has left, or so many seconds later.")
         .def("ranks_that_left", &SoftwareNic::ranks_that_left,
              "Those of other machines whose network has stopped, and has told this one before.")
+        .def("silence", &SoftwareNic::silence, py::arg("rank"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Of a rank of another machine: seconds since its process has sent anything, and since "
+             "its machine has answered; 0, 0 for the others.")
         .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
              "Until the other machines have what this rank knows of failures, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,

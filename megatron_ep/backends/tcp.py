@@ -38,9 +38,8 @@ HELLO_S = 5.0  # that a stranger may take to say who it is
 MAX_STRANGERS = 64  # who have not said yet
 RETRY_S = 0.2
 TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
-# After so long without an acknowledgement of the other machine a connection is lost. Ranks send something five times a
-# second.
-UNACKNOWLEDGED_S = 10.0
+SILENCE_S = 10.0  # after which a machine that answers nothing is lost
+QUIET_S = 2.0  # after which a failure's text says that nothing was heard
 LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
 
 log = logging.getLogger(__name__)
@@ -171,7 +170,7 @@ class Network:
             for rank, stripe in sorted(connections):
                 sockets[rank].append(connections[rank, stripe].detach())
                 beside[rank] += [pairs[rank, stripe]] if pairs else []
-            self.nic.start(sockets, beside)
+            self.nic.start(sockets, beside, SILENCE_S)
         rendezvous.barrier()  # nobody's connection ends before all have begun
 
     def connect_part(self, rendezvous: StoreRendezvous) -> None:
@@ -208,6 +207,18 @@ class Network:
             before = found.get(rank, (0, 0))
             found[rank] = before[0] + sent, before[1] + again
         return found
+
+    def unheard(self, rank: int) -> tuple[str, float] | None:
+        """The machine of a rank, and for how many seconds it has answered nothing; None: it answers."""
+        _, machine = self.nic.silence(rank)
+        return (self._machines[rank], machine) if machine > QUIET_S else None
+
+    def fate_of(self, rank: int) -> str | None:
+        """What can be seen of the process of a rank of another machine; None: nothing that is known."""
+        process, machine = self.nic.silence(rank)
+        if process < QUIET_S or machine > QUIET_S:
+            return None
+        return f"has said nothing for {process:.0f} s, though its machine answers"
 
     def disconnect(self) -> None:
         """At once: what was sent may be lost."""
@@ -399,8 +410,6 @@ def _connect_all(
         for connection in made.values():
             connection.close()
         raise EPError(_unreached(rank, missing, told, machines, why, limit))
-    for connection in made.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
     return made
 
 
@@ -456,7 +465,9 @@ def _unreached(
     place = f"rank {other} ({machines[other]}, {there.host} port {there.port})"
     more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     if other < rank:
-        text = f"rank {rank} did not reach {place} within {limit:g} s: {why.get(other, 'no answer')}{more}"
+        text = (
+            f"rank {rank} did not reach {place} within {limit:g} s: {why.get(other, 'no answer (a firewall?)')}{more}"
+        )
     else:
         text = f"{place} did not reach rank {rank} within {limit:g} s{more}"
     return (

@@ -79,13 +79,19 @@ class _Step:
 NAMES = {"notify": "notify", "transfer": "call"}
 
 
-def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
+def root(
+    first: int,
+    statuses: Sequence[RankStatus],
+    fate: Callable[[int], str | None],
+    unheard: Callable[[int], tuple[str, float] | None] = lambda _: None,
+) -> str | None:
     """The rank that all others wait for, and how far it got, as a clause; None where that cannot be told.
 
     Args:
         first: the rank whose wait expired first.
         statuses: of all ranks in reach.
         fate: what has become of a rank's process, "has ended" say; None: nothing that is known.
+        unheard: a rank's machine, and for how many seconds it has answered nothing; None: it answers.
     """
     known = {status.rank: status for status in statuses}
     waiting, path = first, list[int]()
@@ -95,7 +101,11 @@ def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str |
         silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
         missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
         # A rank that ended without a word will not come, so it is named first. One that gave up before is not to blame.
-        ended = [s.rank for s in statuses if not s.incidents and (s.inside or _is_behind(s, step)) and fate(s.rank)]
+        absent = [s.rank for s in statuses if not s.incidents and (s.inside or _is_behind(s, step))]
+        ended = [rank for rank in absent if fate(rank)]
+        lost = {rank: since for rank in absent if (since := unheard(rank))}
+        if lost and not ended:
+            return _out_of_reach(lost)
         missing = ended or missing
         if missing:
             return _sentence(missing, step, known, fate)
@@ -169,6 +179,15 @@ def _sentence(
         )
     ends = fate(ranks[0])
     return f"{named(alike)} {text}" + (f"; the process of rank {ranks[0]} {ends}" if ends else "")
+
+
+def _out_of_reach(unheard: Mapping[int, tuple[str, float]]) -> str:
+    machines = list(dict.fromkeys(machine for machine, _ in unheard.values()))
+    seconds = min(seconds for _, seconds in unheard.values())
+    return (
+        f"nothing was heard from {named(list(unheard))} ({', '.join(machines[:MAX_NAMED])}) for {seconds:.0f} s: the "
+        f"network between, or {'those machines' if len(machines) > 1 else 'that machine'}"
+    )
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -252,7 +252,12 @@ class DistributedRankGroup(RankGroup):
         self._rendezvous.agree(replace)
 
     def _fate_of(self, rank: int) -> str | None:
-        return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
+        if rank in self._neighbours:
+            return process_fate(self._neighbours[rank])
+        return self._network.fate_of(rank) if self._network is not None else None
+
+    def _unheard(self, rank: int) -> tuple[str, float] | None:
+        return self._network.unheard(rank) if self._network is not None else None
 
     def open_on_network(self, tolerates_loss: bool) -> None:
         if self._network is not None:

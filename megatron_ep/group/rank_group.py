@@ -363,7 +363,7 @@ class RankGroup(OfOneProcess):
         if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
             return f"rank {rank} {reason}"
         if outcome == "timeout":
-            root = blame.root(rank, statuses, self._fate_of)
+            root = blame.root(rank, statuses, self._fate_of, self._unheard)
             return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
         told = [i["peer"] for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
         if outcome == "cut_off":
@@ -389,7 +389,8 @@ class RankGroup(OfOneProcess):
 
         def has_more_to_say(status: RankStatus) -> bool:
             if outcome == "timeout":
-                return bool(status.inside) and not status.incidents and not self._fate_of(status.rank)
+                is_expected = bool(status.inside) and not status.incidents
+                return is_expected and not self._fate_of(status.rank) and not self._unheard(status.rank)
             return outcome in ("failed", "bad_input") and status.rank == rank and not status.reason
 
         seconds = ANSWER_S if outcome == "timeout" else REASON_S
@@ -405,6 +406,10 @@ class RankGroup(OfOneProcess):
 
     def _fate_of(self, rank: int) -> str | None:
         """What has become of a rank's process, as far as that can be seen here: see `blame.root`."""
+        return None
+
+    def _unheard(self, rank: int) -> tuple[str, float] | None:
+        """See `tcp.Network.unheard`."""
         return None
 
     def _when_waits_expire(self) -> str:

@@ -299,6 +299,21 @@ def test_an_ended_process_is_to_blame_even_if_others_are_late():
     assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
 
 
+def test_machines_of_which_nothing_was_heard_are_named_not_what_their_ranks_once_said():
+    statuses = [
+        status(0, 4, 5, "notify", [waits(1, "notify")]),
+        status(1, 4, 5, "notify", [waits(2, "notify", outcome="aborted")]),
+        status(2, 3, 5),
+        status(3, 4, 5, "notify"),
+    ]
+    silent = {2: ("box1", 9.6), 3: ("box1", 9.8)}
+    says = "nothing was heard from rank 2, 3 (box1) for 10 s: the network between, or that machine"
+    assert blame.root(0, statuses, alive, silent.get) == says
+    assert blame.root(0, statuses, {3: "has ended"}.get, silent.get).endswith("the process of rank 3 has ended")
+    alone = blame.root(0, statuses, alive, (silent | {1: ("box0", 3.0)}).get)
+    assert alone == says, "who reported is within reach"
+
+
 def test_a_process_that_ended_because_of_the_failure_is_not_to_blame():
     waiting = [waits(1, outcome="aborted")]
     statuses = [

@@ -61,6 +61,9 @@ def test_a_network_that_is_cut_ends_in_the_bound(two, tmp_path):
     two.link(1, "down")
     for match in wait_for(tmp_path, r"RANK (\d) AT ([\d.]+): (.*)", 4, 30):
         assert 3 < float(match[2]) - cut < 12, match[0]
+        others = "2, 3 (machine1)" if match[1] in "01" else "0, 1 (machine0)"
+        says = f"nothing was heard from rank {others} for "
+        assert says in match[3] and match[3].endswith(" s: the network between, or that machine")
 
 
 def test_a_network_that_comes_back_in_time_is_no_failure(two, tmp_path):

@@ -459,6 +459,30 @@ def test_a_status_with_bits_that_no_rank_sets():
     assert "sent a ?, " in what_ranks_sent(0, statuses, 2)
 
 
+def test_a_process_that_reads_nothing_is_sent_little():
+    """So that its connection never fills, however long it is stopped; once it says something it is told more."""
+    heap = sizes.host_heap(ep.Topology(2, 1), ep.Config(num_experts=2))
+    nic = _C.SoftwareNic(rank=0, segments=[_C.Segment.anonymous(heap.bytes) for _ in range(2)])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own, (other, _) = socket.create_connection(server.getsockname()), server.accept()
+
+    def sent_in(seconds: float) -> int:
+        time.sleep(seconds)
+        return len(other.recv(1 << 20, socket.MSG_PEEK))
+
+    with other:
+        nic.start([[], [own.detach()]])
+        first = received(other, FRAME.size)
+        size = FRAME.size + FRAME.unpack(first)[3]
+        received(other, size - FRAME.size)
+        assert sent_in(2.5) < 5 * size, "five are sent in a second, where they are answered"
+        assert nic.silence(1)[0] > 2.0 and nic.silence(1)[1] < 2.0, "its process is silent, its machine is not"
+        before = sent_in(0)
+        other.sendall(first[:1])
+        assert within(10, lambda: sent_in(0) > before)
+        nic.stop(0.0)
+
+
 # ---- who may connect
 
 

@@ -96,7 +96,9 @@ Link* SoftwareNic::link_of(size_t queue) const {
     return links.empty() ? nullptr : links[pair / links_.size() % links.size()].get();
 }
 
-void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs) {
+void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs,
+                        double limit) {
+    limit_ = limit;
     std::vector<Links> links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
         assert(!is_direct() || sockets[rank].size() < 2);  // one watches the queues
@@ -139,6 +141,9 @@ void SoftwareNic::start_stepped(std::vector<Links> links) {
         std::fill(port->taken_.begin(), port->taken_.end(), Port::Taken{});
     }
     last_beat_ = news_until_ = {};
+    last_step_ = last_look_ = Clock::now();
+    heard_.assign(links_.size(), last_step_);
+    ahead_.assign(links_.size(), 0);
     last_abort_ = 0;
     why_lost_ = {};
     lost_.reset();
@@ -189,9 +194,12 @@ bool SoftwareNic::step() {
         if (!port) continue;
         for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
     }
-    tell_others();
-    moved |= move_bytes();
+    const auto now = Clock::now();
+    tell_others(now);
+    moved |= move_bytes(now);
+    lose_silent(now);
     end_waits();
+    last_step_ = now;
     return moved;
 }
 
@@ -308,16 +316,19 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     return moved;
 }
 
-bool SoftwareNic::move_bytes() {
+bool SoftwareNic::move_bytes(Clock::time_point now) {
     bool moved = false;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         const int from = static_cast<int>(rank);
         for (const auto& link : links_[rank]) {
             if (link->end().empty()) {
                 moved |= link->send();
-                moved |=
-                    link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
-                                  [&](const Frame& frame) { take(*link, from, frame); });
+                if (link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
+                                  [&](const Frame& frame) { take(*link, from, frame); })) {
+                    moved = true;
+                    heard_[rank] = now;
+                    ahead_[rank] = 0;
+                }
             }
             if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
         }
@@ -395,8 +406,7 @@ uint64_t SoftwareNic::news_for(size_t rank) const {
 
 // The mirrors' abort words, which ranks of this machine have set, losses, and now and then how far
 // this rank is: more often while a failure is news.
-void SoftwareNic::tell_others() {
-    const auto now = Clock::now();
+void SoftwareNic::tell_others(Clock::time_point now) {
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
         last_abort_ = word;
         news_until_ = now + std::chrono::seconds(1);
@@ -413,13 +423,37 @@ void SoftwareNic::tell_others() {
         if (!link->end().empty()) continue;
         const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
-        if (!is_new && !(is_time && link->has_room())) continue;
-        if (is_new)
+        if (is_new) {
             add_abort(rank, word);
-        else
+        } else if (is_time && link->has_room() && ahead_[rank] < kMaxAhead) {
+            ++ahead_[rank];
             add_status(*link);
+        }
     }
     if (is_time) last_beat_ = now;
+}
+
+// Of a process that is stopped the machine answers, and it is waited for as for one that is slow.
+void SoftwareNic::lose_silent(Clock::time_point now) {
+    if (now - last_look_ < kListen || stopping_) return;
+    last_look_ = now;
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        for (const auto& link : links_[rank]) {
+            if (!link->end().empty()) continue;
+            const double seconds = silence_of(link->descriptor(), limit_);
+            if (seconds <= limit_) continue;
+            const std::string time = std::to_string(static_cast<int>(seconds));
+            lose(static_cast<int>(rank), "nothing was heard from its machine for " + time +
+                                             " s: the network between, or that machine");
+        }
+    }
+}
+
+std::pair<double, double> SoftwareNic::silence(int rank) {
+    const std::lock_guard lock(ports_mutex_);
+    if (is_mapped(rank)) return {};
+    const std::chrono::duration<double> process = last_step_ - heard_[rank];
+    return {process.count(), silence_of(links_[rank].front()->descriptor(), limit_)};
 }
 
 void SoftwareNic::add_status(Link& link) {

@@ -131,7 +131,9 @@ class SoftwareNic {
     // All of a channel goes over one of them, for its order. pairs: with a card, one that is
     // connected beside each socket; with one that is direct, one socket for each rank.
     using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
-    void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {});
+    // limit: seconds without an answer of its machine after which a rank is lost.
+    void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {},
+               double limit = 10);
     // The same over connections of any kind; without a card.
     using Links = std::vector<std::unique_ptr<Link>>;
     void start_over(std::vector<Links> links);
@@ -151,6 +153,9 @@ class SoftwareNic {
     // Those of other machines whose network has stopped: what they had to say of themselves is in
     // their mirrors.
     std::vector<int> ranks_that_left() const;
+    // Of a rank of another machine: seconds since its process has sent anything, as far as this one
+    // was looking, and since its machine has answered; 0, 0 for the others.
+    std::pair<double, double> silence(int rank);
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
     // the lost one. Those of the normal mode it does, of ranks on the host.
     void tolerate_loss() { tolerates_loss_ = true; }
@@ -163,6 +168,8 @@ class SoftwareNic {
     // With these times the thread takes 0.3 % of a core while nobody sends (`megatron-ep bench
     // network`). Each by itself is not measured: chosen as short beside what waits for it.
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
+    static constexpr int kMaxAhead = 4;  // statuses that a rank is sent while it sends nothing
+    static constexpr std::chrono::seconds kListen{1};  // between two looks at who is silent
     static constexpr std::chrono::milliseconds kFarewell{200};  // that goodbyes may take
     static constexpr std::chrono::microseconds kSpin{20};
     static constexpr std::chrono::microseconds kMinNap{50}, kMaxNap{1000};
@@ -185,8 +192,9 @@ class SoftwareNic {
     void share(Link& link, size_t rank, uint8_t port);
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
-    bool move_bytes();
-    void tell_others();
+    bool move_bytes(Clock::time_point now);
+    void tell_others(Clock::time_point now);
+    void lose_silent(Clock::time_point now);
     void add_status(Link& link);
     void add_abort(size_t rank, uint64_t word);
     void lose(int rank, const std::string& why);
@@ -218,7 +226,10 @@ class SoftwareNic {
     std::vector<HeldAdditions> held_;           // by rank, where its network keeps no order
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     std::vector<std::atomic<bool>> has_left_;   // by rank
-    Clock::time_point last_beat_;
+    Clock::time_point last_beat_, last_look_, last_step_;
+    std::vector<Clock::time_point> heard_;  // by rank: when it has last sent anything
+    std::vector<int> ahead_;                // by rank: statuses that it was sent since
+    double limit_ = 10;                     // see start()
     uint64_t last_abort_ = 0;
     // The rank whose connection broke first, here or at a rank that told so, and why.
     std::optional<int> lost_;

@@ -12,14 +12,35 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 namespace ep {
 
 TcpLink::TcpLink(int descriptor) : descriptor_(descriptor), buffer_(kBuffer) {
-    const int on = 1;
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) | O_NONBLOCK);
-    setsockopt(descriptor_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    const auto set = [&](int level, int option, int value) {
+        setsockopt(descriptor_, level, option, &value, sizeof value);
+    };
+    set(IPPROTO_TCP, TCP_NODELAY, 1);
+    set(SOL_SOCKET, SO_KEEPALIVE, 1);
+    set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
+    set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
+    // Who is gone is decided by silence_of. The kernel compares this limit, and without one its
+    // limit of retries, with the time since the connection's first outage, however long ago.
+    set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
+}
+
+double silence_of(int descriptor, double limit) {
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return 0;
+    const double heard = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
+    const double retry = 1e-6 * info.tcpi_rto;
+    // With nothing in flight the kernel probes for room; of the factors one covers a probe that is
+    // lost, the other timers that are late.
+    const double patience = info.tcpi_unacked ? 1.25 * retry : std::ldexp(4 * retry, info.tcpi_backoff);
+    return patience > limit && heard < patience ? 0 : heard;
 }
 
 TcpLink::~TcpLink() { close(descriptor_); }

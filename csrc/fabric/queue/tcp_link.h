@@ -12,6 +12,11 @@
 
 namespace ep {
 
+// Seconds since the other machine has answered on a TCP connection, whether or not its process
+// does; 0 where that is no TCP. After `limit` seconds it counts as gone, unless it was last asked
+// long ago: the kernel asks ever less often where a process takes nothing.
+double silence_of(int descriptor, double limit);
+
 // All of it over a TCP connection.
 class TcpLink : public Link {
   public:
@@ -33,6 +38,7 @@ class TcpLink : public Link {
     int descriptor() const override { return descriptor_; }
 
   private:
+    static constexpr int kUserTimeoutMs = 20 * 24 * 3600 * 1000;
     static constexpr size_t kMaxWaiting = 256 << 10, kMaxFrames = 64, kBuffer = 64 << 10;
 
     struct Outgoing {
