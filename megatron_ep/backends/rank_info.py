@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -104,7 +106,15 @@ def agreed_topology(infos: Sequence[RankInfo], config: Config) -> Topology:
             if len(set(node)) > 1:
                 raise ValueError(
                     f"topology is {topology}, but ranks {rank} to {rank + len(node) - 1} run on "
-                    f"{' and '.join(dict.fromkeys(node))}: a node must be on one machine"
+                    f"{' and '.join(dict.fromkeys(node))}: a node must be on one machine; {_what_fits(places)}"
                 )
     config.check_ranks(topology)
     return topology
+
+
+def _what_fits(places: Sequence[str]) -> str:
+    """The largest nodes of which no machine has a part."""
+    size = math.gcd(*(len(list(ranks)) for _, ranks in itertools.groupby(places)))
+    nodes = len(places) // size
+    settings = f"--set topology.nodes={nodes} --set topology.ranks_per_node={size}"
+    return f"Topology({nodes}, {size}) fits (megatron-ep train: {settings})"

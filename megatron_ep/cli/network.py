@@ -4,6 +4,7 @@ order and as it was sent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from megatron_ep.backends import addresses, fabrics, verbs
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.cli import network_report
-from megatron_ep.cli.network_examination import Examination
+from megatron_ep.cli.network_examination import TRIAL_S, Examination
+from megatron_ep.errors import EPError
 
 FASTER = 1.5  # as fast as the way that would be taken, to be proposed in its place
 
@@ -25,6 +27,8 @@ def examine_all(rendezvous: StoreRendezvous, timeout: float, *, apart: bool = Fa
     examination = Examination(rendezvous, timeout, apart=apart)
     machines = examination.machines
     head = f"{len(examination.told)} ranks on {len(machines)} machines: {', '.join(machines)}"
+    if apart:
+        head += "\na rehearsal on one machine, each rank as if it had one of its own: says nothing about a network"
     builds = examination.builds()
     if builds:
         return "\n".join([head, "", "FAIL  ranks run different builds, which cannot talk to each other:", *builds]), 1
@@ -60,7 +64,7 @@ def examine_networks(examination: Examination) -> Ways:
     wanted = any(one.wanted for one in examination.told)
     for network in [*([None] if wanted else []), *examination.candidates()]:
         findings = examination.examine(network)
-        text, found = network_report.render(examination.machines, findings)
+        text, found = network_report.render(examination.machines, findings, judges=not examination.apart)
         taken = ", ".join(examination.told[rank].address for rank in examination.first_ranks)
         ways.lines += _section(f"network {network or taken}", text, found)
         if findings.unreached or findings.faults:
@@ -131,10 +135,15 @@ def main_of_rank(timeout: float) -> int:
     store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     rendezvous = StoreRendezvous.over(dist.PrefixStore(f"check --network {attempt}", store), rank, world_size, wait)
-    text, status = examine_all(rendezvous, timeout)
+    try:
+        text, status = examine_all(rendezvous, timeout)
+    except EPError:
+        with contextlib.suppress(EPError):
+            rendezvous.leave("", lambda _: False, TRIAL_S)  # see below
+        raise
     if rank == 0:
         print(text, flush=True)
-    rendezvous.barrier()
+    rendezvous.leave("", lambda _: False, timeout)  # the store may end with rank 0
     return status
 
 

@@ -8,7 +8,11 @@ import importlib.metadata
 import ipaddress
 import os
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +33,12 @@ MEASURE_WAITS = 1 + 3 * REPEATS * 2  # for small messages, then for three rates
 MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
 CHANNELS = 2
 MIN_LOST = 10  # packets that were sent again; fewer may have been late
+TRIAL_BYTES = 128 << 10  # more than any packet
+TRIAL_S = 10.0  # that they may take
+BLACK_HOLE = (
+    f"{TRIAL_BYTES >> 10} KiB do not arrive within {TRIAL_S:g} s: packets above some size are lost (a smaller MTU on "
+    "the way); ping -M do -s 1472 HOST, or 8972 with jumbo frames, finds it"
+)
 Told = TypeVar("Told")
 
 
@@ -54,6 +64,8 @@ class Examination:
     def __init__(self, rendezvous: StoreRendezvous, timeout: float, *, apart: bool = False):
         self.rendezvous, self.timeout, self.rank = rendezvous, timeout, rendezvous.rank
         rendezvous.of_what, rendezvous.failure = "of the network's examination", "could not examine the network"
+        self.apart = apart
+        self._try_store()
 
         def introduce() -> tuple[None, Machine]:
             return None, _introduce(apart, rendezvous.rank)
@@ -62,7 +74,9 @@ class Examination:
         order = list(dict.fromkeys(one.identity for one in self.told))
         self.machine_of = [order.index(one.identity) for one in self.told]
         self.first_ranks = [self.machine_of.index(machine) for machine in range(len(order))]
-        self.machines = [self.told[rank].name for rank in self.first_ranks]
+        first = [self.told[rank] for rank in self.first_ranks]
+        often = Counter(one.name for one in first)
+        self.machines = [one.name if often[one.name] == 1 else f"{one.name}/{one.address}" for one in first]
         # as a job takes cards
         self.by_card = fabrics.IBGDA if all(one.direct for one in self.told) else fabrics.VERBS
         self.cards = [one.direct if self.by_card == fabrics.IBGDA else one.cards for one in self.told]
@@ -166,6 +180,9 @@ class Examination:
 
             listener, told = self.rendezvous.exchange(tell)
             made, why = tcp.join(self.rank, others, told, listener, min(self.timeout, tcp.HELLO_S))
+            tried = {other: connection for (other, _), connection in made.items() if self._is_tried(other)}
+            with ThreadPoolExecutor(len(tried) or 1) as pool:
+                arrived = list(pool.map(_arrives, tried.values()))
             for connection in made.values():
                 connection.close()
         mine = [
@@ -173,8 +190,37 @@ class Examination:
             f"{told[other].port}: {why.get(other, 'no answer')}"
             for other in others
             if other < self.rank and (other, 0) not in made
+        ] + [
+            f"{self._place(other)} and {self._place(self.rank)} are connected, but of what the first sends {BLACK_HOLE}"
+            for other, came in zip(tried, arrived, strict=True)
+            if not came
         ]
         return [line for lines in self.rendezvous.gather(mine, kind=list[str]) for line in lines]
+
+    def _try_store(self) -> None:
+        """Raises EPError, on all ranks, where the store's answers to one pass only while they fit into a packet."""
+        store = self.rendezvous.connection()
+        if store is None:
+            return
+        key = f"trial {self.rank}"
+
+        def pass_there_and_back() -> None:
+            with contextlib.suppress(RuntimeError):  # later steps say so
+                store.set(key, bytes(TRIAL_BYTES))
+                store.get(key)
+                store.delete_key(key)
+
+        trial = threading.Thread(target=pass_there_and_back, daemon=True)
+        trial.start()
+        trial.join(TRIAL_S)
+        place = f"{os.uname().nodename} (rank {self.rank}) and the store at MASTER_ADDR"
+        mine = f"{place} are connected, but of what passes {BLACK_HOLE}" if trial.is_alive() else ""
+        faults = [fault for fault in self.rendezvous.gather(mine) if fault]
+        if faults:
+            raise EPError("; ".join(faults))
+
+    def _is_tried(self, other: int) -> bool:
+        return self.rank in self.first_ranks and other in self.first_ranks
 
     def _together(
         self, step: Callable[[], Told | None], kind: type[Told], waits: int = 1
@@ -251,6 +297,25 @@ class Examination:
 
     def _named(self, ranks: Sequence[int]) -> str:
         return ", ".join(self._place(rank) for rank in ranks)
+
+
+def _arrives(connection: socket.socket) -> bool:
+    """Whether as many bytes come as are sent there."""
+    deadline = time.monotonic() + TRIAL_S
+    missing = TRIAL_BYTES
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * TRIAL_BYTES)  # the other end may not read yet
+    try:
+        connection.settimeout(TRIAL_S)
+        connection.sendall(bytes(missing))
+        while missing:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = connection.recv(missing)
+            if not part:
+                return False
+            missing -= len(part)
+    except OSError:
+        return False
+    return True
 
 
 def _bytes_at(rate: float) -> int:

@@ -8,6 +8,7 @@ from statistics import median
 
 SLOW = 0.3  # of the median link
 LOSSY = 5e-3  # of the packets
+MODEST = 1.25e8  # bytes per second: a link with less is remarked on, also where all are alike
 SHADES = " ░▒▓█"
 
 
@@ -57,10 +58,13 @@ def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
     return rates
 
 
-def render(machines: Sequence[str], findings: Findings, usual: float | None = None) -> tuple[str, list[str]]:
+def render(
+    machines: Sequence[str], findings: Findings, usual: float | None = None, *, judges: bool = True
+) -> tuple[str, list[str]]:
     """The table and the picture of one network, and what is wrong with it, a line each.
 
-    usual: what a link should have, bytes per second; None: the median of these.
+    usual: what a link should have, bytes per second; None: the median of these. judges: whether links that are slow or
+    lossy are wrong.
     """
     if findings.unreached:
         return "", findings.unreached
@@ -81,7 +85,9 @@ def render(machines: Sequence[str], findings: Findings, usual: float | None = No
     lines += ["", *_picture(machines, rates)]
     if findings.load:
         lines += ["", f"all to all: each machine sends {_gbit(findings.load)} Gbit/s; contents and order are right"]
-    return "\n".join(lines), [*findings.faults, *_slow(machines, findings, rates, usual)]
+    if (slowest := min(rates.values())) < MODEST:
+        lines += ["", f"the slowest link has {_gbit(slowest)} Gbit/s, less than {_gbit(MODEST)} Gbit/s"]
+    return "\n".join(lines), [*findings.faults, *(_slow(machines, findings, rates, usual) if judges else [])]
 
 
 def _gbit(rate: float) -> str:

@@ -86,6 +86,8 @@ def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
     assert rank_info.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
     with pytest.raises(ValueError, match="ranks 2 to 3 run on b, boot 2 and b, boot 3: a node must be on one machine"):
         rank_info.agreed_topology(ranks, ep.Config(num_experts=4))
+    with pytest.raises(ValueError, match=r"; Topology\(4, 1\) fits \(megatron-ep train: --set topology.nodes=4 --set "):
+        rank_info.agreed_topology(ranks, ep.Config(num_experts=4))
 
 
 def test_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

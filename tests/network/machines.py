@@ -42,10 +42,14 @@ def why_no_filter() -> str | None:
 
 
 class Machines:
-    """So many machines, address(0), address(1), ..., from construction until `close`. A context manager."""
+    """So many machines, address(0), address(1), ..., from construction until `close`. A context manager.
 
-    def __init__(self, count: int):
+    hostname: of all of them; None: machine0, machine1, ...
+    """
+
+    def __init__(self, count: int, hostname: str | None = None):
         self.count = count
+        self._hostname = hostname
         self._prefix = f"ep{os.getpid()}n{next(_numbers)}"
         self._running: list[tuple[int, subprocess.Popen[str]]] = []
         _run("ip", "netns", "add", f"{self._prefix}sw")
@@ -69,9 +73,8 @@ class Machines:
         self, machine: int, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: object
     ) -> subprocess.Popen[str]:
         """Runs a command there, as the first process of its own tree: when it ends, all that it started ends."""
-        script = (
-            f'hostname machine{machine} && mount -t tmpfs -o size=2g tmpfs /dev/shm && ip link set lo up && exec "$@"'
-        )
+        name = self._hostname or f"machine{machine}"
+        script = f'hostname {name} && mount -t tmpfs -o size=2g tmpfs /dev/shm && ip link set lo up && exec "$@"'
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.namespace(machine)),

@@ -95,6 +95,54 @@ def test_the_right_interface_is_told(tmp_path):
 
 
 @on_machines
+def test_a_good_network_between_machines_that_are_called_alike(tmp_path):
+    with machines.Machines(2, "box") as two:
+        text, status = check(two, tmp_path)
+    wrong = [line for line in text.splitlines() if line.startswith("FAIL")]
+    assert status == bool(wrong) and all(line.startswith("FAIL  slow: ") for line in wrong), text  # by the load here
+    assert re.search(r"^box/10.77.0.1 +box/10.77.0.2 ", text, re.MULTILINE), text
+
+
+EXAMINED = """
+import sys
+from unittest import mock
+from megatron_ep.cli import network
+with mock.patch.object(network, "examine_all", lambda rendezvous, timeout: ("all is well", 0)):
+    sys.exit(network.main_of_rank(30.0))
+"""
+
+
+def test_rank_0_keeps_the_store_until_all_have_left(forks, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(EXAMINED)
+    for _ in range(5):
+        ends = forks.run_ranks([program], 4)
+        assert [status for status, _ in ends] == [0] * 4, ends
+
+
+@on_machines
+@with_filter
+def test_packets_that_are_too_large_for_the_way(tmp_path):
+    with machines.Machines(2) as two:
+        for machine in range(2):
+            two.drop(machine, "ip", "length", ">", "900")
+        started = time.monotonic()
+        _, status = check(two, tmp_path)
+        assert status == 1 and time.monotonic() - started < 100
+    said = [(tmp_path / f"{machine}.log").read_text() for machine in range(2)]
+    assert any("packets above some size are lost" in text for text in said), said
+
+
+def test_links_that_are_slow_alike_are_remarked_on():
+    half = network_report.Half(1e-3, 1e-3, 1.25e7, 1.25e7)
+    findings = network_report.Findings([], [network_report.Link((0, 1), (half, half))], {(0, 1): 0.2}, 1.0, [])
+    text, faults = network_report.render(["a", "b"], findings)
+    assert "the slowest link has 0.1 Gbit/s, less than 1 Gbit/s" in text
+    assert faults == ["lossy: a -> b, 20.00% of the packets had to be sent again"]
+    assert network_report.render(["a", "b"], findings, judges=False) == (text, []), "one machine judges no network"
+
+
+@on_machines
 def test_the_ranks_of_a_job_on_two_machines(tmp_path):
     with machines.Machines(2) as two:
         text, status = check(two, tmp_path, "--timeout", "30")
@@ -132,7 +180,8 @@ def test_other_versions_are_named_and_nothing_is_sent(ranks):
 
 def test_ranks_of_one_machine(ranks):
     for text, _ in ranks.run(network._examine_apart, 20.0):
-        assert "2 ranks on 2 machines" in text and "contents and order are right" in text, text
+        assert "2 ranks on 2 machines" in text and "a rehearsal on one machine" in text
+        assert "contents and order are right" in text, text
         assert "export MEGATRON_EP_ADDRESS=" in text
         assert "card" not in text, text
 
