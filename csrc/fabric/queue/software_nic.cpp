@@ -433,18 +433,23 @@ void SoftwareNic::tell_others(Clock::time_point now) {
     if (is_time) last_beat_ = now;
 }
 
-// Of a process that is stopped the machine answers, and it is waited for as for one that is slow.
+// A process that is stopped is waited for like one that is slow: its machine answers. Where losses
+// are tolerated, that ends once it takes nothing of what is to be sent to it.
 void SoftwareNic::lose_silent(Clock::time_point now) {
     if (now - last_look_ < kListen || stopping_) return;
     last_look_ = now;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         for (const auto& link : links_[rank]) {
             if (!link->end().empty()) continue;
-            const double seconds = silence_of(link->descriptor(), limit_);
-            if (seconds <= limit_) continue;
-            const std::string time = std::to_string(static_cast<int>(seconds));
-            lose(static_cast<int>(rank), "nothing was heard from its machine for " + time +
-                                             " s: the network between, or that machine");
+            const double machine = silence_of(link->descriptor(), limit_);
+            const double process = std::chrono::duration<double>(now - heard_[rank]).count();
+            const bool is_stuck = tolerates_loss_ && link->has_to_send() && process > limit_;
+            if (machine <= limit_ && !is_stuck) continue;
+            const std::string time = std::to_string(static_cast<int>(is_stuck ? process : machine));
+            lose(static_cast<int>(rank), is_stuck
+                                             ? "it took nothing of what was sent for " + time + " s"
+                                             : "nothing was heard from its machine for " + time +
+                                                   " s: the network between, or that machine");
         }
     }
 }

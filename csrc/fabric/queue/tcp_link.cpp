@@ -39,7 +39,8 @@ double silence_of(int descriptor, double limit) {
     const double retry = 1e-6 * info.tcpi_rto;
     // With nothing in flight the kernel probes for room; of the factors one covers a probe that is
     // lost, the other timers that are late.
-    const double patience = info.tcpi_unacked ? 1.25 * retry : std::ldexp(4 * retry, info.tcpi_backoff);
+    const double patience =
+        info.tcpi_unacked ? 1.25 * retry : std::ldexp(4 * retry, info.tcpi_backoff);
     return patience > limit && heard < patience ? 0 : heard;
 }
 
