@@ -46,8 +46,7 @@ class LowLatency(MaskedRanks):
         calls of all ranks.
     mask_timeout: seconds after which a rank is masked that others wait for and that does not wait itself. Must be
         longer than ranks are ever apart: from a tenth of a second to a few seconds for inference. At most
-            Config.timeout, which
-        bounds every wait. None: a tenth of Config.timeout, at most 10.
+        Config.timeout, which bounds every wait. None: a tenth of Config.timeout, at most 10.
 
     `memory_bytes` says how much memory each rank needs. In units of max_tokens * hidden * itemsize bytes it is about
     2 * (8/7 * (W + min(W, topk)) + topk), with "mask" 2 * W * (1 + min(topk, L)), and over a network 2 * (W + topk) and

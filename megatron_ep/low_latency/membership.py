@@ -33,8 +33,7 @@ class MaskedRanks(OfOneProcess):
         Calls write 0 when they mask a rank. Writing 0 masks a rank from the next call on, and that rank then masks this
         one; a rank's own entry has no effect. Writing 1 does not bring a rank back, because the next call writes 0
         again: use `Buffer.reset` for ranks that live, `readmit` or a new buffer for others. On a GPU write on the
-            stream
-        of the calls.
+        stream of the calls.
 
         Values may differ between ranks if callers have written different ones: two ranks continue together as long as
         neither has masked the other. A rank that is masked because it did not come gets an EPMaskedError instead.
