@@ -286,6 +286,18 @@ def test_the_table_of_flags_says_what_happens():
                 assert ("no effect here" in found.notes[0]) == (verdict == "no effect"), given
 
 
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+def test_public_scripts_are_taken(name, router):
+    options, moved = pretrain._options(["--ep-host", "--ep-router", router, "pretrain_gpt.py", *PUBLIC[name].flags])
+    arguments, settings, notes = pretrain._checked(options, moved)
+    left = flags.translated(arguments, router == "fused")
+    assert left.arguments == arguments and left.notes == [], "what is left needs no translation"
+    sms = {"model_zoo/qwen3_235b": 20, "model_zoo/deepseek_v3_gb300": 32, "bridge/qwen3_30b_blackwell": 32}
+    assert settings.get("num_sms") == sms.get(name)
+    assert all(note.startswith("--moe-") for note in notes)
+
+
 @pytest.mark.needs(megatron_trees.LACK_ALL)
 @every_tree
 def test_no_flag_is_unknown(parsed, tree):
