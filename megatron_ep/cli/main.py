@@ -178,6 +178,9 @@ def _train(arguments: list[str]) -> int | None:
     except launcher.LaunchError as error:
         print(f"megatron-ep: {error}", file=sys.stderr)
         return error.status if error.status == launcher.MISTAKE else 1
+    except OSError as error:
+        print(f"megatron-ep: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -198,6 +201,11 @@ def _train_rank(loaded: recipe.Recipe, out: Path, resume: bool) -> int:
     except ValueError as error:
         print(f"megatron-ep: {error}", file=sys.stderr)
         return launcher.MISTAKE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megatron-ep: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,10 @@ class Checkpoints:
         self._on_gpu = recipe.train.device == "cuda"
 
     def save(self, step: int) -> None:
-        """Writes step_N; collective. The directory gets its name when all ranks' files are complete."""
+        """Writes step_N; collective. The directory gets its name when all ranks' files are complete. Raises OSError on
+        all ranks, and leaves nothing of it, when one cannot write."""
         complete = self._directory / f"step_{step:08d}"
         partial = complete.with_suffix(".partial")
-        if self._rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        torch.distributed.barrier()
         state = {
             "origin": self._origin,
             "step": step,
@@ -65,15 +64,30 @@ class Checkpoints:
             "rng_gpu": torch.cuda.get_rng_state() if self._on_gpu else None,
             "rng_tracker": get_cuda_rng_tracker().get_states(),
         }
-        with open(self._file(partial), "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        torch.distributed.barrier()
-        if self._rank == 0:
-            shutil.rmtree(complete, ignore_errors=True)
-            partial.rename(complete)
-        torch.distributed.barrier()
+
+        def make() -> None:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+
+        def write() -> None:
+            with open(self._file(partial), "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        def rename() -> None:
+            if self._rank == 0:
+                shutil.rmtree(complete, ignore_errors=True)
+                partial.rename(complete)
+
+        try:
+            for part in (make, write, rename):
+                _on_all_ranks(part, partial)
+        except OSError:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def load(self) -> int:
         """Restores the latest checkpoint and returns its step."""
@@ -103,6 +117,25 @@ class Checkpoints:
 
     def _file(self, directory: Path) -> Path:
         return directory / f"rank_{self._rank:05d}.pt"
+
+
+def _on_all_ranks(step: Callable[[], None], path: Path) -> None:
+    """Runs a step that fails on all ranks if it does on one: then raises OSError, which names the path. Collective."""
+    failure: BaseException | None = None
+    number = 0
+    try:
+        step()
+    except (OSError, RuntimeError) as error:  # torch makes RuntimeError of what a file raises
+        failure = error
+        while failure is not None and not isinstance(failure, OSError):
+            failure = failure.__context__
+        if failure is None:
+            raise
+        number = failure.errno or errno.EIO
+    worst = torch.tensor(number)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    if number := int(worst):
+        raise OSError(number, os.strerror(number), str(path)) from failure
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:

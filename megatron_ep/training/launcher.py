@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,22 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
     Rank 0 keeps the terminal; what the others print, and everyone's stderr, goes to files below `log_dir`.
 
     Raises:
+        OSError: the log directory cannot be made.
         LaunchError: a rank failed; the others have been stopped.
         Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived; all ranks have been stopped.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    class Logs(DefaultLogsSpecs):
+        """What ranks tell of their errors lies in memory: the disk of the logs may be full."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+            places = super().reify(envs)
+            for rank, variables in envs.items():
+                places.error_files[rank] = variables["TORCHELASTIC_ERROR_FILE"] = f"{errors}/{rank}.json"
+            return places
 
     logging.disable(logging.ERROR)  # the elastic agent's account of the end: the caller gives a shorter one
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
@@ -73,16 +84,17 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
         run_id="run",
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(
+        logs_specs=Logs(
             log_dir=str(log_dir), redirects={rank: Std.ALL if rank else Std.ERR for rank in range(world_size)}
         ),
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "megatron_ep.cli.main", *arguments)
-    except SignalException as stop:
-        raise Interrupted(stop.sigval) from None
-    except ChildFailedError as error:
-        raise _explained(error.failures, log_dir) from None
+    with tempfile.TemporaryDirectory(prefix="megatron_ep_", dir="/dev/shm") as errors:
+        try:
+            elastic_launch(config, sys.executable)("-m", "megatron_ep.cli.main", *arguments)
+        except SignalException as stop:
+            raise Interrupted(stop.sigval) from None
+        except ChildFailedError as error:
+            raise _explained(error.failures, log_dir) from None
 
 
 def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class TrainLog:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._file.close()
+        with contextlib.suppress(OSError):  # that `write` has raised
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -91,8 +93,9 @@ class TrainLog:
         """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen; there with
         what `slowest` says of the peer that was waited for longest."""
         self._rows.append(row)
-        self._csv.writerow(asdict(row))
-        self._file.flush()
+        with _named(self._out / "loss.csv"):
+            self._csv.writerow(asdict(row))
+            self._file.flush()
         self._progress.update(self._task, completed=row.step, description=row.text)
         if row.step % self._recipe.logger.log_interval == 0:
             self._console.print(
@@ -110,9 +113,8 @@ class TrainLog:
         self._console.print(
             f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
             f"nats a token\n{speed:,.0f} tokens/s, dispatch {share:.0%} of a step (medians)\n"
-            f"wrote {self._out / 'loss.csv'}, {self._out / 'loss.png'}"
+            f"wrote {self._out / 'loss.csv'}, {self._plot()}"
         )
-        self._plot()
 
     def _to_board(self, board: Any, row: Row) -> None:
         """Writes with the names and at the steps of Megatron-LM's training_log, and adds dispatch-share."""
@@ -151,9 +153,13 @@ class TrainLog:
         run = self._out.resolve().name  # RECIPE-TIME, or what --out says
         return f"{run}: {ranks}, dispatcher {self._recipe.dispatcher.type}"
 
-    def _plot(self) -> None:
-        import matplotlib
-
+    def _plot(self) -> str:
+        """Returns what to say of it."""
+        picture = self._out / "loss.png"
+        try:
+            import matplotlib
+        except ImportError:
+            return f"no {picture.name}: pip install matplotlib"
         matplotlib.use("agg")
         from matplotlib import pyplot
 
@@ -162,8 +168,19 @@ class TrainLog:
         axes.axhline(self._corpus.unigram_entropy, color="gray", linestyle="--", label="unigram entropy of the corpus")
         axes.set(xlabel="step", ylabel="nats a token", title=self._title())
         axes.legend()
-        figure.savefig(self._out / "loss.png", dpi=120)
+        with _named(picture):
+            figure.savefig(picture, dpi=120)
         pyplot.close(figure)
+        return str(picture)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError inside names the file: a write's own does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _board(directory: str | None, first_step: int) -> Any:

@@ -1,6 +1,10 @@
 """What a resumed run reads back."""
 
 import importlib.util
+import os
+import resource
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,11 +12,12 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("pydantic")
 
 import torch
+import torch.distributed as dist
 import training_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ep.cli import main as cli
-from megatron_ep.training import flops, loop, recipe
+from megatron_ep.training import checkpoint, flops, loop, recipe
 from megatron_ep.training import log as train_log
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
@@ -120,3 +125,47 @@ def test_the_picture_says_which_run(tmp_path):
     log = object.__new__(train_log.TrainLog)
     log._out, log._recipe = tmp_path / "tiny_moe_cpu-1", recipe.load(TINY, [])
     assert log._title() == "tiny_moe_cpu-1: 2 x 2 ranks, dispatcher ep"
+
+
+def test_without_matplotlib_a_complete_run_is_no_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with train_log.TrainLog(tmp_path, recipe.load(TINY, []), Corpus, 10, 0) as log:
+        log.write(row(1), lambda: "")
+        log.finish()
+    assert "no loss.png: pip install matplotlib" in capsys.readouterr().out and not (tmp_path / "loss.png").exists()
+
+
+def test_a_full_disk_is_named(tmp_path):
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/loss.csv'"),
+        train_log.TrainLog(tmp_path, recipe.load(TINY, []), Corpus, 10, 0) as log,
+    ):
+        os.dup2(full := os.open("/dev/full", os.O_WRONLY), log._file.fileno())
+        os.close(full)
+        log.write(row(1), lambda: "")
+
+
+def _save_where_one_cannot(directory, kilobytes):
+    rank, states = dist.get_rank(), {"state_dict": lambda: {"weights": torch.zeros(1 << 16)}}
+    checkpoints = object.__new__(checkpoint.Checkpoints)
+    checkpoints._directory, checkpoints._rank, checkpoints._on_gpu, checkpoints._origin = directory, rank, False, {}
+    checkpoints._model = SimpleNamespace(module=SimpleNamespace(**states))
+    checkpoints._optimizer = checkpoints._scheduler = SimpleNamespace(**states)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes << 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{directory}/step_00000003.partial'"):
+            checkpoints.save(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    assert not list(directory.iterdir())
+    dist.barrier()
+    checkpoints.save(3)
+    assert [path.name for path in directory.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("kilobytes", [0, 300])
+def test_a_checkpoint_that_one_rank_cannot_write_leaves_nothing(four_ranks, tmp_path, kilobytes):
+    four_ranks.run(_save_where_one_cannot, tmp_path, kilobytes)
