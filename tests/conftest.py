@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out
 from forks import Forks
+from gpu_turns import turn
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
 LONGEST = (
@@ -76,6 +77,20 @@ def used_memory():
 def no_other_buffers():
     """Those that earlier tests have left in circles are gone: for tests that ask all buffers of this process."""
     gc.collect()
+
+
+@pytest.fixture
+def gpu_alone():
+    """For tests that measure the free memory of a GPU."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    on_gpu = item.path.parent.name == "gpu" or "device" in item.fixturenames
+    if not on_gpu or left_out.no_gpu():
+        return (yield)
+    with turn("gpu_alone" in item.fixturenames):
+        return (yield)
 
 
 def pytest_generate_tests(metafunc):

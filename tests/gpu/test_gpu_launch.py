@@ -140,7 +140,7 @@ def test_a_graph_that_outlives_its_buffer_reads_nothing_that_was_freed(how):
 
 @pytest.mark.parametrize("has_low_latency", [False, True])
 @pytest.mark.parametrize("state", ["open", "closed", "closed with a graph"])
-def test_a_buffer_that_is_collected_does_not_end_a_capture(state, has_low_latency):
+def test_a_buffer_that_is_collected_does_not_end_a_capture(state, has_low_latency, gpu_alone):
     """The garbage collector runs whenever it likes, on whatever thread."""
     x, ids, weights = inputs(2)
 

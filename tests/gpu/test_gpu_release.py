@@ -73,7 +73,7 @@ def run_twenty(nodes: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_twenty_buffers_leave_nothing(ranks, nodes):
+def test_twenty_buffers_leave_nothing(ranks, nodes, gpu_alone):
     for early, late, during in ranks.run(run_twenty, nodes):
         assert late - early < 1 << 20, (early, late)
         assert during > 1 << 20
@@ -128,7 +128,7 @@ def run_closed_before() -> tuple[int, int, int]:
     return before, closed, used_bytes()
 
 
-def test_what_closed_buffers_left_goes_too(ranks):
+def test_what_closed_buffers_left_goes_too(ranks, gpu_alone):
     for before, closed, after in ranks.run(run_closed_before):
         assert closed - before > 1 << 20 > after - before, (before, closed, after)
 
@@ -177,5 +177,5 @@ def run_over_fabric(fabric: str, nodes: int) -> str | None:
 
 @pytest.mark.parametrize("fabric", ["p2p", *fabrics.NETWORKS])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
-def test_a_released_buffer_leaves_nothing_over(fabric, nodes, ranks_per_node):
+def test_a_released_buffer_leaves_nothing_over(fabric, nodes, ranks_per_node, gpu_alone):
     run_or_skip(run_over_fabric, fabric, nodes, ranks_per_node, 240)
