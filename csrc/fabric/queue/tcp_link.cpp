@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 
 namespace ep {
@@ -36,11 +35,9 @@ double silence_of(int descriptor, double limit) {
     socklen_t bytes = sizeof info;
     if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return 0;
     const double heard = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
-    const double retry = 1e-6 * info.tcpi_rto;
-    // With nothing in flight the kernel probes for room; of the factors one covers a probe that is
-    // lost, the other timers that are late.
-    const double patience =
-        info.tcpi_unacked ? 1.25 * retry : std::ldexp(4 * retry, info.tcpi_backoff);
+    // With nothing in flight it was asked whether it lives, or has room again.
+    if (info.tcpi_unacked == 0) return info.tcpi_probes < 3 ? 0 : heard;
+    const double patience = 1.25e-6 * info.tcpi_rto;  // a timer may be late
     return patience > limit && heard < patience ? 0 : heard;
 }
 
