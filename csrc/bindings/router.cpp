@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "bindings/launch_args.h"
-#include "router/launch/router.h"
+#include "router/router.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "router/launch/router.h"
+#include "router/router.h"
 
 namespace {
 

@@ -62,10 +62,9 @@ void atomicAdd(unsigned long long* counter, unsigned long long value) {
 
 }  // namespace
 
-#include "router/exec/device/warp_team.h"
-#include "router/launch/router.h"
-#include "router/row/backward_row.h"
-#include "router/row/forward_row.h"
+#include "router/router.h"
+#include "router/rows.h"
+#include "router/warp_team.h"
 
 namespace {
 

@@ -110,9 +110,9 @@ def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     (tree / "csrc/bindings/binding.cpp").write_text("int binding() { return 4; }\n")
     assert compiled(build(tree)[1]) == {BINDINGS}
 
-    (tree / "csrc/router/launch/host").mkdir(parents=True)
-    (tree / "csrc/router/launch/host/gate.cpp").write_text("int gate() { return 2; }\n")
-    assert compiled(build(tree)[1]) == {"router/launch/host/gate.cpp"}
+    (tree / "csrc/router").mkdir()
+    (tree / "csrc/router/gate.cpp").write_text("int gate() { return 2; }\n")
+    assert compiled(build(tree)[1]) == {"router/gate.cpp"}
     imported = subprocess.run([sys.executable, "-c", "import megatron_ep._C"], cwd=tree, capture_output=True, text=True)
     assert imported.returncode == 0, imported.stderr
 

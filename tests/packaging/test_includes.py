@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LAYERS = ("core", "exec", "fabric", "protocol", "launch", "bindings")  # each may include those before it, and itself
-ROUTER_LAYERS = {"row": "protocol"}  # the router has the same layers; its protocol is the formulas of a row
+LAYERS = ("core", "exec", "fabric", "protocol", "launch", "router", "bindings")  # each may include those before it
 FOREIGN = re.compile(r"cuda|nvshmem|nccl|torch|ATen|c10|pybind11|Python\.h")
 
 
@@ -14,9 +13,7 @@ def sources() -> list[Path]:
 
 
 def layer(path: Path) -> int:
-    parts = path.relative_to(CSRC).parts
-    name = ROUTER_LAYERS.get(parts[1], parts[1]) if parts[0] == "router" else parts[0]
-    return LAYERS.index(name)
+    return LAYERS.index(path.relative_to(CSRC).parts[0])
 
 
 def includes(path: Path, marks: str) -> list[str]:

@@ -49,7 +49,7 @@ template <> struct numeric_limits<double> {
 }""",
     "vector": "namespace std { template <class T> struct vector; }",
 }
-HOST = ("core/cuda/*.cpp", "fabric/cuda/*.cpp", "launch/cuda/*.cpp", "launch/queue/*.cpp", "router/launch/cuda/*.cpp")
+HOST = ("core/cuda/*.cpp", "fabric/cuda/*.cpp", "launch/cuda/*.cpp", "launch/queue/*.cpp")
 
 
 class Compiler:

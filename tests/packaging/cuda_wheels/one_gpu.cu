@@ -1,5 +1,5 @@
 #include "launch/cuda/quantize_kernels.h"
-#include "router/launch/cuda/kernels.h"
+#include "router/kernels.h"
 
 // What needs no other rank, for each type that is converted in its own way.
 namespace ep {

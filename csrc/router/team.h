@@ -1,6 +1,6 @@
 #pragma once
 
-// Who computes a row. The formulas (router/row) are written once, over a Team: the host's is one
+// Who computes a row. The formulas (rows.h) are written once, over a Team: the host's is one
 // thread whose loops are vectorised, CUDA's is a warp.
 //
 //   each(n, f)                    f(i) for every i in [0, n), in any order
@@ -16,7 +16,7 @@
 //
 // What a member writes in one of these is there for all members when the next one begins.
 
-#include "router/core/number.h"
+#include "router/number.h"
 
 namespace ep::router {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "router/core/args.h"
+#include "router/args.h"
 
 namespace ep {
 

@@ -1,15 +1,15 @@
-#pragma once
-
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "core/cuda/runtime.h"
-#include "router/core/args.h"
-#include "router/launch/cuda/kernels.h"
+#include "router/kernels.h"
+#include "router/router.h"
 
-namespace ep::router {
+namespace ep {
+namespace router {
+namespace {
 
 // Launches kernel(config, args, bytes_per_warp) with a warp per row.
 template <class Args>
@@ -41,4 +41,33 @@ void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& co
     check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-}  // namespace ep::router
+template <class Storage>
+void launch(const RouterConfig& config, const RouterForward& args, cudaStream_t stream) {
+    launch_rows(router_forward<Storage>, config, args, forward_bytes<Real<Storage>>(config),
+                stream);
+}
+
+template <class Storage>
+void launch(const RouterConfig& config, const RouterBackward& args, cudaStream_t stream) {
+    launch_rows(router_backward<Storage>, config, args, backward_bytes<Real<Storage>>(config),
+                stream);
+}
+
+}  // namespace
+}  // namespace router
+
+void router_forward_cuda(const RouterConfig& config, const RouterForward& args,
+                         void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    check_cuda(cudaMemsetAsync(args.tokens_per_expert, 0, config.experts * sizeof(int64_t), stream),
+               "cudaMemsetAsync");
+    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
+}
+
+void router_backward_cuda(const RouterConfig& config, const RouterBackward& args,
+                          void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
+}
+
+}  // namespace ep

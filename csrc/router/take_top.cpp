@@ -1,12 +1,11 @@
 // clang-format off
-#include "router/exec/host/options.h"
+#include "router/options.h"
 // clang-format on
-
-#include "router/exec/host/take_top.h"
 
 #include <algorithm>
 
-#include "router/core/number.h"
+#include "router/host_team.h"
+#include "router/number.h"
 
 namespace ep::router {
 namespace {

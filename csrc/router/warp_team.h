@@ -2,12 +2,12 @@
 
 #include <climits>
 
-#include "router/core/number.h"
-#include "router/exec/team.h"
+#include "router/number.h"
+#include "router/team.h"
 
 namespace ep::router {
 
-// A Team of the 32 lanes of a warp: see exec/team.h. Every row is one warp's and its scratch lies
+// A Team of the 32 lanes of a warp: see team.h. Every row is one warp's and its scratch lies
 // in shared memory. Lane l works on the elements l, l + 32, ..., so that global accesses coalesce
 // and shared ones have no bank conflicts.
 struct WarpTeam {

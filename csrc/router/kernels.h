@@ -3,10 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "router/core/args.h"
-#include "router/exec/device/warp_team.h"
-#include "router/row/backward_row.h"
-#include "router/row/forward_row.h"
+#include "router/args.h"
+#include "router/rows.h"
+#include "router/warp_team.h"
 
 namespace ep::router {
 

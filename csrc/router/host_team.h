@@ -1,13 +1,24 @@
 #pragma once
 
+#include <cstdint>
+
 #include "core/row.h"
-#include "router/core/number.h"
-#include "router/exec/host/take_top.h"
-#include "router/exec/team.h"
+#include "router/number.h"
+#include "router/team.h"
 
 namespace ep::router {
 
-// A Team of one thread: see exec/team.h.
+template <class K>
+struct Choice {
+    K key;
+    int index;
+};
+
+// Team::take_top (team.h): writes count choices.
+void take_top(int32_t* keys, int n, int count, Choice<int32_t>* choices);
+void take_top(int64_t* keys, int n, int count, Choice<int64_t>* choices);
+
+// A Team of one thread: see team.h.
 struct HostTeam {
     template <class F>
     void each(int n, F f) {
