@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.config import Config, Topology
 from megatron_ep.group.any_buffer import AnyBuffer
-from megatron_ep.group.distributed import DistributedRankGroup, patience, with_timeout_of
+from megatron_ep.group.distributed import DistributedRankGroup, group_of
 from megatron_ep.group.local import LocalRankGroup
 
 
@@ -77,12 +74,13 @@ class Buffer(AnyBuffer):
         or by `synchronize`. Calls on several streams wait for each other. Calls captured in a CUDA graph do not: they
         must be captured on one stream, and a replay must be ordered with the buffer's other calls.
 
-    The ranks meet through the store of torch.distributed; no collective of the group runs. Rank 0 logs one line about
-    the set-up (logger megatron_ep.buffer, level INFO).
+    The ranks meet through the store of torch.distributed; no collective of the group runs. A group that torch has no
+    record of, for example one that wraps another, needs rank() and size(); `all_gather_object` over it finds a store.
+    Rank 0 logs one line about the set-up (logger megatron_ep.buffer, level INFO).
 
     Raises ValueError on every rank alike if configs differ or do not fit the group, or if no topology can be
-    determined; EPError if the ranks cannot share memory or connect, or if one does not come within a minute or
-    Config.timeout.
+    determined; EPError if the ranks cannot share memory or connect, if one does not come within
+    Config.timeout (at least 5 s), or if its process is seen to have ended.
     """
 
     _group: DistributedRankGroup
@@ -95,9 +93,7 @@ class Buffer(AnyBuffer):
         *,
         device: str | torch.device = "cpu",
     ):
-        config = with_timeout_of(group, config, device)
-        rendezvous = StoreRendezvous(group, timedelta(seconds=patience(config)))
-        self._group = DistributedRankGroup(rendezvous, config, topology, device)
+        self._group = group_of(group, config, topology, device)
 
     @property
     def rank(self) -> int:
@@ -124,8 +120,10 @@ class Buffer(AnyBuffer):
         have updated its expert bias. So every rank should zero all gradients and repeat the whole step, or return to a
         checkpoint if steps have to be reproducible bit for bit.
 
-        Raises EPError on every rank if one does not come within a minute or Config.timeout, has another thread in a
-        call, or cannot reset, for example because its messages to other machines do not arrive in time.
+        Raises EPError on every rank if one does not come within Config.timeout (at least 5 s), its process is seen to
+        have ended, has another thread in a call, or cannot reset, for example because its messages to other machines do
+        not arrive in time. If the ranks had come together by then, calls raise EPAbortError until a reset succeeds;
+        otherwise the buffer is as it was.
         """
         self._group.reset()
 
@@ -144,9 +142,9 @@ class Buffer(AnyBuffer):
 
         Raises ValueError on every rank alike, and the buffer stays open, if a rank captures a CUDA graph, has graphs
             that may replay the buffer's launches, or has another thread in a call on the host. Raises EPError if a rank
-            does not come within a minute or Config.timeout, ends, or does not give up its mappings: then the buffer is
-            closed, this rank uses no other rank's memory, and its own is free if no other rank can use it. Also raises
-            as `close` does for a failed launch.
+            does not come within Config.timeout (at least 5 s), ends, or does not give up its mappings: then the buffer
+            is closed, this rank uses no other rank's memory, and its own is free if no other rank can use it. Also
+            raises as `close` does for a failed launch.
         """
         self._group.release()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -42,6 +44,15 @@ def machine() -> str:
     except OSError:  # a sandbox without them
         pass
     return ", ".join(parts)
+
+
+def started() -> float:
+    """When this process was, by `time.time()`; infinity where that cannot be told."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return math.inf
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def process_fate(pid: int) -> str | None:

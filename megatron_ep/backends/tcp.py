@@ -20,13 +20,13 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ep import _C
 from megatron_ep.backends import verbs
 from megatron_ep.backends.addresses import VARIABLE, own_address
-from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.backends.rendezvous import LOOK_S, WARN_S, StoreRendezvous
 from megatron_ep.errors import EPError
 
 TOKEN_BYTES = 16
@@ -155,7 +155,7 @@ class Network:
             limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[Place, socket.socket]:
-                made = _connect_all(self._rank, others, told, listener, self._machines, limit)
+                made = _connect_all(self._rank, others, told, listener, self._machines, limit, rendezvous.look)
                 connections = {place: stack.enter_context(connection) for place, connection in made.items()}
                 for (rank, stripe), pair in pairs.items():
                     pair.connect(told[rank].pair((self._rank, stripe)))
@@ -402,21 +402,40 @@ def _connect_all(
     listener: socket.socket,
     machines: Sequence[str],
     limit: float,
+    look: Callable[[], None] = lambda: None,
 ) -> dict[Place, socket.socket]:
-    """The connections to each of the others. Raises EPError that names those who could not be reached in time."""
-    made, why = join(rank, others, told, listener, limit)
-    missing = [other for other in others if any((other, s) not in made for s in range(told[rank].stripes))]
-    if missing:
+    """The connections to each of the others. Raises EPError that names those who could not be reached in time, and what
+    `look` raises, which is called about once a second."""
+    warn_at = time.monotonic() + WARN_S
+
+    def look_and_warn(made: Mapping[Place, socket.socket], why: Mapping[int, str]) -> None:
+        nonlocal warn_at
+        if time.monotonic() > warn_at:
+            warn_at += limit
+            log.warning("%s; it tries for %g s", _unreached(rank, missing(made), told, machines, why, WARN_S), limit)
+        look()
+
+    def missing(made: Mapping[Place, socket.socket]) -> list[int]:
+        return [other for other in others if any((other, s) not in made for s in range(told[rank].stripes))]
+
+    made, why = join(rank, others, told, listener, limit, look_and_warn)
+    if absent := missing(made):
         for connection in made.values():
             connection.close()
-        raise EPError(_unreached(rank, missing, told, machines, why, limit))
+        raise EPError(_unreached(rank, absent, told, machines, why, limit))
     return made
 
 
 def join(
-    rank: int, others: Sequence[int], told: Sequence[Listening], listener: socket.socket, limit: float
+    rank: int,
+    others: Sequence[int],
+    told: Sequence[Listening],
+    listener: socket.socket,
+    limit: float,
+    look: Callable[[Mapping[Place, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
 ) -> tuple[dict[Place, socket.socket], dict[int, str]]:
-    """The connections that come to be in `limit` seconds, and why those did not that this rank has called."""
+    """The connections that come to be in `limit` seconds, and why those did not that this rank has called. look: is
+    given both about once a second, and ends it by raising."""
     joining = _Joining(rank, told)
     places = [(other, stripe) for other in others for stripe in range(told[rank].stripes)]
     callers = {place for place in places if place[0] > rank}
@@ -425,8 +444,12 @@ def join(
         if place[0] < rank:
             joining.call(place)
     deadline = time.monotonic() + limit
+    look_at = time.monotonic() + LOOK_S
     try:
         while len(joining.made) < len(places) and (now := time.monotonic()) < deadline:
+            if now > look_at:
+                look(joining.made, joining.why)
+                look_at = now + LOOK_S
             for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
                 if key.fileobj is listener:
                     joining.welcome(listener)

@@ -31,7 +31,8 @@ class Buffer(LowLatencyCalls):
     group: a group of any backend of torch.distributed.
     comm: instead of a group a communicator of mpi4py, which then becomes the attribute group. torch.distributed need
         not be initialized, and the constructor is collective.
-    num_nvl_bytes, num_rdma_bytes: stored; the memory taken is what calls need.
+    num_nvl_bytes, num_rdma_bytes: stored; the memory taken is what the largest call so far needed. The low-latency mode
+        has room for as many tokens as get_low_latency_rdma_size_hint needs num_rdma_bytes for, or more if a call does.
     enable_shrink: low-latency calls continue without ranks that do not come.
     num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: ignored.
 
@@ -66,7 +67,7 @@ class Buffer(LowLatencyCalls):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime = Instances(ranks, masks=enable_shrink)
+        self.runtime = Instances(ranks, masks=enable_shrink, low_latency_bytes=num_rdma_bytes)
         self._scratch: dict[bool, torch.Tensor] = {}
         self._asked_to_mask: set[int] = set()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import torch
 
 from megatron_ep import _C, config
 from megatron_ep.backends import sizes
+from megatron_ep.normal.api import MAX_PADDED_ROWS
 
 ALIGNMENT = 128  # of numbers of bytes
 NODE_RANKS = 8  # DeepEP's nodes
@@ -90,6 +92,14 @@ def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts:
         lines=ranks.nodes == 1,
     )
     return _align(heap.bytes)
+
+
+def tokens_in(num_bytes: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """The most tokens of a rank for which the low-latency mode takes no more than so many bytes; 0 if none."""
+    most = min(config.MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // num_experts)
+    return bisect.bisect_right(
+        range(1, most + 1), num_bytes, key=lambda tokens: low_latency_bytes(tokens, hidden, num_ranks, num_experts)
+    )
 
 
 def scratch(

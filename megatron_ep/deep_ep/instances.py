@@ -11,7 +11,7 @@ import torch
 from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import MAX_EXPERTS, MAX_LOW_LATENCY_TOKENS, MAX_TOPK, Config, require_int
-from megatron_ep.deep_ep.config import row_class
+from megatron_ep.deep_ep.config import row_class, tokens_in
 from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.normal.row_limit import RowLimit
@@ -26,29 +26,48 @@ TOO_FEW_ROWS = (
 class Instances:
     """Buffers of one DeepEP buffer's ranks. Handles keep their buffer: it closes with the last of them.
 
+    There is one for each device and number of experts, and one for the low-latency mode, as large as the largest call
+    so far has needed: a larger call replaces it.
+
     timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
+    low_latency_bytes: what the low-latency mode is made for, as `config.low_latency_bytes` counts, if calls need less.
     """
 
-    def __init__(self, ranks: BufferRanks, timeout: float | None = None, masks: bool = False):
+    def __init__(
+        self, ranks: BufferRanks, timeout: float | None = None, masks: bool = False, low_latency_bytes: int = 0
+    ):
         self._ranks = ranks
         self._timeout = timeout
         self._masks = masks
+        self._low_latency_bytes = low_latency_bytes
         self._normal: dict[tuple[Any, ...], Buffer] = {}
         self._row_limits: dict[Buffer, RowLimit] = {}
         self._low_latency: dict[tuple[Any, ...], LowLatency] = {}
+        self._of_low_latency: dict[tuple[Any, ...], Buffer] = {}
+        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # of what is under the same key
 
     def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
-        """Collective the first time."""
+        """Collective if it is made or replaced."""
         require_int("num_experts", num_experts, 1, MAX_EXPERTS)
-        row_bytes = row_class(row_bytes) or 0
         if device.type == "cpu":
             num_sms = None
-        key = (device, num_experts, num_sms, row_bytes)
-        if key not in self._normal:
-            config = Config(num_experts, num_sms=num_sms, row_bytes=row_bytes or None, timeout=self._timeout)
+        key = (device, num_experts, num_sms is None)
+        size, is_new = self._grown(key, (num_sms or 0, row_class(row_bytes) or 0))
+        if is_new:
+            if key in self._normal:
+                self._row_limits.pop(self._normal.pop(key)).report_unseen()
+            sms, row_bytes = size
+            config = Config(num_experts, num_sms=sms or None, row_bytes=row_bytes or None, timeout=self._timeout)
             buffer = self._normal[key] = self._ranks.buffer(config, device)
             self._row_limits[buffer] = RowLimit(TOO_FEW_ROWS)
+            self._sizes[key] = size
         return self._normal[key]
+
+    def _grown(self, key: tuple[Any, ...], wanted: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """What fits calls of this size and all before, and whether there is no such thing yet."""
+        had = self._sizes.get(key)
+        size = wanted if had is None else tuple(map(max, wanted, had))
+        return size, size != had
 
     def row_limit(self, buffer: Buffer) -> RowLimit:
         """Returns the limit of the buffer's dispatches with a fixed R."""
@@ -57,22 +76,31 @@ class Instances:
     def low_latency(
         self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
     ) -> LowLatency:
-        """Collective the first time."""
+        """Returns the mode with room for such a call. Collective if it is made or replaced."""
         require_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
         require_int("K of topk_idx", topk, 1, MAX_TOPK)
-        key = (device, num_experts, max_tokens, hidden, topk)
-        if key not in self._low_latency:
-            if self._masks and self._low_latency:
-                ours = next(iter(self._low_latency))
+        require_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        key = (device, num_experts, "low latency")
+        size, is_new = self._grown(key, (max_tokens, hidden, topk))
+        if is_new:
+            if self._masks and key in self._sizes:
                 raise ValueError(
-                    f"(device, num_experts, num_max_dispatch_tokens_per_rank, hidden, K) are {key}, must be {ours} as "
-                    "in earlier calls with enable_shrink: a rank may be gone that would have to take part in a set-up"
+                    f"(num_max_dispatch_tokens_per_rank, hidden, K) are {(max_tokens, hidden, topk)}, must be at most "
+                    f"{self._sizes[key]} with enable_shrink, as in the first call or by num_rdma_bytes: a rank may be "
+                    "gone that would have to take part in another set-up"
                 )
-            buffer = self.normal(device, num_experts, None, 2 * hidden)
+            max_tokens, hidden, topk = size
+            if self._low_latency_bytes:
+                room = tokens_in(self._low_latency_bytes, hidden, self._ranks.size, num_experts)
+                max_tokens = max(max_tokens, room)
+            for modes in (self._low_latency, self._of_low_latency):
+                modes.pop(key, None)  # its memory can be used again, unless handles keep it
+            buffer = self._of_low_latency[key] = self.normal(device, num_experts, None, 2 * hidden)
             policy = "mask" if self._masks else "raise"
             self._low_latency[key] = LowLatency(
                 buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, on_dead_rank=policy
             )
+            self._sizes[key] = (max_tokens, hidden, topk)
         return self._low_latency[key]
 
     def all_low_latency(self) -> list[LowLatency]:
@@ -80,18 +108,25 @@ class Instances:
 
     def reset(self) -> None:
         """Collective: see `megatron_ep.Buffer.reset`."""
-        for buffer in self._normal.values():
+        for buffer in self._buffers():
             buffer.reset()
+
+    def _buffers(self) -> list[Buffer]:
+        """In the same order on all ranks."""
+        # a low-latency mode keeps its buffer, whatever has replaced that here
+        return list(dict.fromkeys((*self._normal.values(), *self._of_low_latency.values())))
 
     def close(self) -> None:
         """Does not wait for other ranks."""
-        self._low_latency.clear()
+        buffers = self._buffers()
+        for made in (self._low_latency, self._of_low_latency, self._normal, self._sizes):
+            made.clear()
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: others tell of it
             for limit in self._row_limits.values():
                 limit.report_unseen()
         self._row_limits.clear()
-        while self._normal:
-            self._normal.popitem()[1].close()
+        while buffers:
+            buffers.pop().close()
 
 
 class OverInstances(OfOneProcess):

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from megatron_ep.backends.rendezvous import RankEndedError
 from megatron_ep.config import require_int
 from megatron_ep.deep_ep.events import EventOverlap, refuse, run
 from megatron_ep.deep_ep.handles import LowLatencyTuple
 from megatron_ep.deep_ep.instances import OverInstances
 from megatron_ep.deep_ep.transfers import Rows
 from megatron_ep.errors import EPError
+from megatron_ep.group.any_buffer import rank_group_of
 
 Hook = Callable[[], None]
 NAMES = {  # in errors of `megatron_ep.LowLatency`, and what is meant here
@@ -76,9 +78,11 @@ class LowLatencyCalls(OverInstances):
         if use_ue8m0 and not (round_scale and use_fp8):
             raise ValueError("use_ue8m0 is True, must be False without use_fp8 and round_scale")
         _check_ends(async_finish, return_recv_hook)
-        low_latency = self._instances().low_latency(
-            x.device, num_experts, num_max_dispatch_tokens_per_rank, x.shape[-1], topk_idx.shape[-1]
-        )
+        most = num_max_dispatch_tokens_per_rank
+        low_latency = self._instances().low_latency(x.device, num_experts, most, x.shape[-1], topk_idx.shape[-1])
+        with rank_group_of(low_latency.buffer).abort_peers_on_error():
+            if len(x) > most:
+                raise ValueError(f"x has {len(x)} tokens, must have at most num_max_dispatch_tokens_per_rank = {most}")
         self._mask_those_asked_for()
         settings: dict[str, Any] = {"fp8": None}
         if use_fp8:
@@ -91,6 +95,7 @@ class LowLatencyCalls(OverInstances):
                     x,
                     topk_idx,
                     layout="masked",
+                    expert_capacity=self.group_size * most,
                     recv_wait_ns=dispatch_wait_recv_cost_stats,
                     return_recv_hook=return_recv_hook,
                     **settings,
@@ -114,7 +119,7 @@ class LowLatencyCalls(OverInstances):
             async_finish,
             lambda result: [result[0].x, result[0].scales, result[0].handle.ranks[0].layout],
         )
-        handle = LowLatencyTuple(low_latency, received.handle, topk_idx, num_max_dispatch_tokens_per_rank, x.shape[1])
+        handle = LowLatencyTuple(low_latency, received.handle, topk_idx, most, x.shape[1])
         rows: Rows = (received.x, received.scales) if use_fp8 else received.x
         return rows, received.recv_counts, handle, event, hook
 
@@ -212,9 +217,14 @@ class LowLatencyCalls(OverInstances):
         mask_status.copy_(torch.tensor(asked, dtype=torch.int32, device=mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes back all ranks, on all ranks at once: see `low_latency_update_mask_buffer`."""
+        """Takes back all ranks, on all ranks at once: see `low_latency_update_mask_buffer`. Those whose processes are
+        seen to have ended stay left out, and if no others are, the ranks that live need not come at once."""
         self._check_shrink()
-        self._take_back(set(range(self.group_size)))
+        try:
+            self._take_back(set(range(self.group_size)))
+        except RankEndedError as error:
+            if self._masked() - error.ranks:
+                raise
 
     def _check_shrink(self) -> None:
         if not self.enable_shrink:

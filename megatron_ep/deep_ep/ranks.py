@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.addresses import VARIABLE, address_in
+from megatron_ep.backends.place import is_known, opened_place, place_of
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.buffer import Buffer, buffer_of
 from megatron_ep.config import Config
-from megatron_ep.group.distributed import RENDEZVOUS_S, DistributedRankGroup, patience
-
-# Opened by this process: its buffers, and those of other ranks, may outlive who asked for them.
-_stores: list[dist.Store] = []
+from megatron_ep.group.distributed import DistributedRankGroup, patience
 
 
 class Communicator(Protocol):
@@ -44,6 +39,8 @@ class GroupRanks:
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
         self._group = group
+        if is_known(group) is not None:
+            place_of(group).tell()
 
     def buffer(self, config: Config, device: torch.device) -> Buffer:
         return Buffer(self._group, config, device=device)
@@ -55,21 +52,10 @@ class CommunicatorRanks:
 
     def __init__(self, comm: Communicator):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._made = 0
-        timeout = timedelta(seconds=RENDEZVOUS_S)
-        opened = None
-        if self.rank == 0:
-            wanted = os.environ.get(VARIABLE)
-            host = address_in(wanted) if wanted else socket.gethostname()
-            opened = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        host, port = comm.bcast(None if opened is None else (opened.host, opened.port), root=0)
-        self._store = opened or dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        _stores.append(self._store)
+        self._place = opened_place(self.rank, self.size, comm.bcast)
 
     def buffer(self, config: Config, device: torch.device) -> Buffer:
-        self._made += 1
-        store = dist.PrefixStore(str(self._made), self._store)
-        rendezvous = StoreRendezvous.over(store, self.rank, self.size, timedelta(seconds=patience(config)))
+        rendezvous = StoreRendezvous.at(self._place, timedelta(seconds=patience(config)))
         return buffer_of(DistributedRankGroup(rendezvous, config, None, device))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from megatron_ep.backends.rank_info import RankInfo, agreed_topology, introduce,
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
-from megatron_ep.errors import EPError
-from megatron_ep.group.rank_group import RankGroup, log_set_up
+from megatron_ep.diagnosis import blame
+from megatron_ep.errors import EPAbortError, EPError
+from megatron_ep.group.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
 
-# Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
-# wait of their own.
-RENDEZVOUS_S = 60.0
+# Construction, reset and release wait for the other ranks as long as Config.timeout says, and no less than this: ranks
+# do not begin at the same time.
+RENDEZVOUS_S = 5.0
 
 # Address of a segment: `_C.Segment.address`.
 ADDRESS = tuple[int, int, int, int]
@@ -42,6 +44,7 @@ class DistributedRankGroup(RankGroup):
 
     fabric: str
     _network: tcp.Network | None = None  # between nodes, where the host carries it
+    _failed_reset = ""  # why the last reset failed, if it did
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class DistributedRankGroup(RankGroup):
         _, infos = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
         self.topology = agreed_topology(infos, config)
         own = self._rank_info = infos[self.rank]
-        self._neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
+        neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
+        self._neighbours = neighbours
+        self._rendezvous.watch = lambda: {rank: process_fate(pid) for rank, pid in neighbours.items()}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1, sizes.default_sms(self.topology))
             self.heap = sizes.gpu_heap(self.topology, config, sms)
@@ -114,9 +119,12 @@ class DistributedRankGroup(RankGroup):
 
     def reset(self) -> None:
         backend = self.live_backend()
+        self._meet_for("reset")
         with contextlib.ExitStack() as stack:
 
             def drain() -> None:
+                for rank in backend.ranks_that_left():
+                    raise EPError(f"rank {rank} {blame.LEFT}")
                 backend.drain()  # nothing of this rank reaches others after that
                 # not before: it ends launches that wait for a rank that has died
                 stack.enter_context(self._resetting())
@@ -130,11 +138,25 @@ class DistributedRankGroup(RankGroup):
             self._restart()
 
     def _restart(self) -> None:
-        if self._network is not None:
-            self._rendezvous.agree(self._network.disconnect)  # nothing comes any more from anybody
-        self._rendezvous.agree(self._start_anew)
-        if self._network is not None:
-            self._network.connect(self._rendezvous)
+        try:
+            if self._network is not None:
+                self._rendezvous.agree(self._network.disconnect)  # nothing comes any more from anybody
+            self._rendezvous.agree(self._start_anew)
+            if self._network is not None:
+                self._network.connect(self._rendezvous)
+            self._failed_reset = ""
+        except BaseException as error:
+            self._failed_reset = str(error) or type(error).__name__
+            raise
+
+    def check_usable(self) -> None:
+        if self._failed_reset:
+            raise EPAbortError(f"the last reset failed: {self._failed_reset}; {HOW_TO_GO_ON}")
+        super().check_usable()
+
+    def _meet_for(self, what: str) -> None:
+        """How errors of the next exchanges call them."""
+        self._rendezvous.of_what, self._rendezvous.failure = f"of the buffer's {what}", f"could not {what} the buffer"
 
     def _resetting(self) -> contextlib.AbstractContextManager[None]:
         """The monitor aborts nobody meanwhile: ranks whose memory is mapped may have begun anew already."""
@@ -143,6 +165,7 @@ class DistributedRankGroup(RankGroup):
     def release(self) -> None:
         """See `megatron_ep.Buffer.release`."""
         backend = self.live_backend()
+        self._meet_for("release")
         try:
             lost = release.finish(self._rendezvous, backend)
             failure = self._unseen_failure()
@@ -151,10 +174,10 @@ class DistributedRankGroup(RankGroup):
         except BaseException:
             self._let_go()
             raise
-        parts, give_back = backend.parts, backend.give_back
+        parts, give_back, rendezvous = backend.parts, backend.give_back, self._rendezvous
         self._let_go()
         try:
-            self._give_back([backend, *parts], all_came=lost is None)
+            self._give_back(rendezvous, [backend, *parts], all_came=lost is None)
         except EPError as error:
             raise lost or error from failure
         finally:
@@ -168,15 +191,15 @@ class DistributedRankGroup(RankGroup):
         if failure is not None:
             raise failure
 
-    def _give_back(self, holders: Sequence[HasMemory], *, all_came: bool) -> None:
+    def _give_back(self, rendezvous: StoreRendezvous, holders: Sequence[HasMemory], *, all_came: bool) -> None:
         network = [holder.network_memory for holder in holders if holder.network_memory is not None]
         if not network:
             memories = [holder.memories for holder in holders]
             left = memories[0][self.rank].release_left if self.device.type == "cuda" else lambda: None
-            release.of_machine(self._rendezvous, memories, self._has_ended, left, all_came=all_came)
+            release.of_machine(rendezvous, memories, self._has_ended, left, all_came=all_came)
         elif all_came:
             with torch.cuda.device(self.device):
-                release.of_network(self._rendezvous, fabrics.NETWORKS[self.fabric](), network)
+                release.of_network(rendezvous, fabrics.NETWORKS[self.fabric](), network)
 
     def _has_ended(self, rank: int) -> bool:
         return rank in self._neighbours and has_ended(self._neighbours[rank])
@@ -186,6 +209,7 @@ class DistributedRankGroup(RankGroup):
         if self._network is not None:
             self._network.close()
         super()._let_go()
+        self.__dict__.pop("_rendezvous", None)  # and with it a connection to the store
 
     @contextlib.contextmanager
     def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
@@ -266,6 +290,7 @@ class DistributedRankGroup(RankGroup):
             self._network.connect_part(self._rendezvous)
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        self.live_backend()
         plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
 
         def tell() -> tuple[None, dict[str, Plain]]:
@@ -321,6 +346,20 @@ class DistributedRankGroup(RankGroup):
             return _C.Segment.open(addresses[rank], size)
 
         return self._rendezvous.agree(lambda: [place(rank) for rank in range(len(addresses))])
+
+
+def group_of(
+    group: dist.ProcessGroup | None,
+    config: Config,
+    topology: Topology | None,
+    device: str | torch.device,
+    of_what: str = StoreRendezvous.of_what,
+) -> DistributedRankGroup:
+    """This process's rank of a process group: see `megatron_ep.Buffer`. of_what: what is made, in errors."""
+    config = with_timeout_of(group, config, device)
+    rendezvous = StoreRendezvous(group, timedelta(seconds=patience(config)))
+    rendezvous.of_what = of_what
+    return DistributedRankGroup(rendezvous, config, topology, device)
 
 
 def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str | torch.device) -> Config:

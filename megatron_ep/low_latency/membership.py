@@ -71,7 +71,7 @@ class MaskedRanks(OfOneProcess):
 
         Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
         if a call is under way, for a buffer with another LowLatency, and for a LocalCluster. Raises EPError if a rank's
-        former process lives, or if a rank does not come within a minute or Config.timeout: then this rank can continue
+        former process lives, or if a rank does not come within Config.timeout: then this rank can continue
         without them as before. Also raises EPError if a GPU's driver maps the memory elsewhere, and over NVSHMEM, NCCL
         and TCP: then create a new buffer.
         """

@@ -32,6 +32,7 @@ from megatron_ep.megatron.shared_buffers import (
     close_buffers,
     comm_seconds,
     configure,
+    expect,
     options_for,
     release_buffers,
     shared_buffer,
@@ -101,6 +102,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         _check_options(self.options, config)
         self._groups = pg_collection
         count_layer(self.tp_ep_group)
+        expect(self.tp_ep_group)
         # Public and under these names because Megatron's inference code flips them at run time.
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,15 +15,20 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.backends.place import is_known, place_of
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.buffer import buffer_of
 from megatron_ep.config import SETTING_NAMES, config_of, nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.group.any_buffer import rank_group_of
+from megatron_ep.group.distributed import group_of
 from megatron_ep.megatron import options
 
 _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
 _options = options.Options()
 _buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
+_expected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _low_latency: dict[tuple[ep.Buffer, int, int, torch.dtype, int], ep.LowLatency] = {}
 _closed_seconds = 0.0
 
@@ -67,6 +73,15 @@ def options_for(config: Any) -> options.Options:
     return options.merged(_options, config)
 
 
+def expect(group: dist.ProcessGroup) -> None:
+    """Notes that a layer of this process will exchange tokens over the group: if the process ends before the first
+    buffer is made, or fails inside `abort_peers_on_error`, ranks that are setting the buffer up hear of it."""
+    if group not in _expected and is_known(group) is not None:
+        _expected.add(group)
+        with contextlib.suppress(RuntimeError):  # of a store that does not answer: the set-up will raise it
+            place_of(group).tell()
+
+
 def shared_buffer(
     group: dist.ProcessGroup, num_experts: int, device: torch.device, settings: Mapping[str, Any] | None = None
 ) -> ep.Buffer:
@@ -85,7 +100,8 @@ def shared_buffer(
     if buffer is None:
         config = config_of(num_experts, {**(settings or {}), **_config})
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
-            buffer = ep.Buffer(group, config, _topology, device=device)
+            ranks = group_of(group, config, _topology, device, f"{StoreRendezvous.of_what} in the first MoE layer")
+            buffer = buffer_of(ranks)
         _buffers[group, num_experts, device] = buffer
     return buffer
 
@@ -109,13 +125,21 @@ def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens
 
 @contextlib.contextmanager
 def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Ends the waits of the other ranks of a group (None: of all groups) in its buffers if the block raises."""
+    """Ends the waits of the other ranks of a group (None: of all groups) in its buffers if the block raises, and in the
+    set-up of its first buffer if it has none yet."""
+    begun = {own: place_of(own).begun for own in _expected if group is None or own is group}
     try:
         yield
     except BaseException as error:
         for (own, *_), buffer in _buffers.items():
             if group is None or own is group:
                 rank_group_of(buffer).abort_peers(error)
+        met = {own for own, *_ in _buffers}
+        for own in [own for own in _expected if (group is None or own is group) and own not in met]:
+            place = place_of(own)
+            if not isinstance(error, ep.EPError) and place.begun == begun.get(own, 0):  # else the others know
+                with contextlib.suppress(RuntimeError):
+                    place.tell(f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}")
         raise
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
-from megatron_ep.backends import attempt, codec
-from megatron_ep.backends.attempt import agreed_name
-from megatron_ep.backends.rendezvous import PIECE_BYTES, StoreRendezvous
+from megatron_ep.backends import codec, place, processes
+from megatron_ep.backends.rendezvous import PIECE_BYTES, RankEndedError, StoreRendezvous, agreed_name
 from megatron_ep.backends.tcp import Listening
 from megatron_ep.bench.local_ranks import LocalRanks
 
@@ -57,7 +57,7 @@ def test_exchanges(ranks) -> None:
 
 def start_anew() -> None:
     """This process's ranks are taken for others, started in the place of ranks that crashed, over one store."""
-    attempt._attempts.clear()
+    place._places.clear()
 
 
 def run_attempts() -> None:
@@ -82,19 +82,17 @@ def test_ranks_that_are_restarted_meet_anew(ranks) -> None:
 
 def run_hostile_name() -> str:
     """Somebody else than rank 0 answers."""
-    start_anew()
     if dist.get_rank() == 2:
-        store = dist.PrefixStore(f"megatron_ep/{dist.group.WORLD.group_name}", _get_default_store())
-        theirs = attempt.attempt_of(dist.group.WORLD, store)
-        store.set(f"answer/{theirs._question}", b"../x" * 1000)
-        with pytest.raises(ep.EPError, match="somebody else has answered which attempt") as caught:
-            meet(5)
+        with mock.patch("megatron_ep.backends.rendezvous.new_name", return_value="asked"):
+            rendezvous = meet(5)
+            rendezvous._connection.set("answer/asked", b"../x" * 1000)
+            with pytest.raises(ep.EPError, match="somebody else than rank 0 has answered") as caught:
+                rendezvous.barrier()
         assert len(str(caught.value)) < 200
     apart()
-    start_anew()
 
 
-def test_an_attempt_that_somebody_else_names(ranks) -> None:
+def test_a_rendezvous_that_somebody_else_names(ranks) -> None:
     ranks.run(run_hostile_name)
 
 
@@ -118,37 +116,46 @@ def test_a_start_of_all_ranks(ranks) -> None:
     (name,) = {*ranks.run(run_start, None)}
     (again,) = {*ranks.run(run_start, None)}
     assert len(name) == len(again) == 32 and name != again
-    assert ranks.run(run_start, 0)[1:] == ["rank 0 did not come to the start of the job within 1 s"] * 2
-    assert ranks.run(run_start, 2)[0] == "a rank did not come to the start of the job within 1 s"
+    for absent in (0, 2):
+        said = ranks.run(run_start, absent)
+        said.pop(absent)
+        assert said == [f"rank {absent} did not come to step 1 of the job's start within 1 s"] * 2
 
 
-def run_failure(kind: type[Exception]) -> None:
+def run_failure(kind: type[BaseException], first: bool) -> None:
     def step() -> None:
         if dist.get_rank() == 1:
             raise kind("out of luck")
 
-    own = dist.get_rank() == 1 and issubclass(kind, (ValueError, ep.EPError))
+    own = dist.get_rank() == 1 and kind is not RuntimeError
     rendezvous = meet()
+    if not first:
+        rendezvous.barrier()
+    started = time.monotonic()
     with pytest.raises(kind if own else ep.EPError) as caught:
         rendezvous.agree(step)
     expected = "out of luck" if own else "rank 1 could not set up the buffer: "
     assert str(caught.value).startswith(expected) and str(caught.value).endswith("out of luck")
-    rendezvous.barrier()
+    assert time.monotonic() - started < 10
+    apart()
+    (meet() if first else rendezvous).barrier()
 
 
-@pytest.mark.parametrize("kind", [ValueError, ep.EPError, RuntimeError])
-def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[Exception]) -> None:
-    ranks.run(run_failure, kind)
+@pytest.mark.parametrize("kind", [ValueError, ep.EPError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
+def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[BaseException], first: bool) -> None:
+    ranks.run(run_failure, kind, first)
 
 
 def run_absence(absent: int, begin: Callable[[float], StoreRendezvous]) -> None:
     """A rank comes to an exchange when the others have given up; all of them meet again after that."""
-    begin(60).barrier()
     rendezvous = begin(PATIENCE)
+    rendezvous.barrier()
+    apart()
     if dist.get_rank() == absent:
         apart()
     started = time.monotonic()
-    with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 1 of .* within 1 s$"):
+    with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 2 of .* within 1 s$"):
         rendezvous.gather(None)
     waited = time.monotonic() - started
     if dist.get_rank() == absent:
@@ -164,20 +171,143 @@ def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int
     ranks.run(run_absence, absent, meet)
 
 
-def run_missed_rendezvous() -> None:
-    """Rank 2 does not even begin, and begins later; the rendezvous after that is one of all ranks again."""
-    meet().barrier()
-    if dist.get_rank() == 2:
-        apart()
-    with pytest.raises(ep.EPError, match="rank 2 did not come"):
-        meet(PATIENCE).gather(None)
-    if dist.get_rank() != 2:
-        apart()
+def run_missed_rendezvous(absent: int) -> None:
+    """A rank does not even begin, and begins later: with the others, if they begin once more."""
+    if dist.get_rank() != absent:
+        with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 1 of .+ set-up within 1 s$"):
+            meet(PATIENCE).gather(None)
+    apart()
+    if dist.get_rank() != absent:
+        time.sleep(0.3)
     assert meet().gather(dist.get_rank()) == list(range(W))
 
 
-def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(ranks) -> None:
-    ranks.run(run_missed_rendezvous)
+@pytest.mark.parametrize("absent", range(W))
+def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(ranks, absent: int) -> None:
+    ranks.run(run_missed_rendezvous, absent)
+
+
+def run_ended(first: bool) -> None:
+    """Of rank 2 all that is left is what its process, which has ended, had told."""
+    rendezvous, rank = meet(30), dist.get_rank()
+    if not first:
+        rendezvous.barrier()
+    apart()
+    if rank == 2:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        with mock.patch("os.getpid", lambda: ended.pid):
+            place.place_of(None).write(rendezvous._connection)
+    apart()
+    started = time.monotonic()
+    if rank != 2:
+        with pytest.raises(
+            RankEndedError, match=r"^rank 2 does not come to step \d of .+: the process has ended$"
+        ) as caught:
+            rendezvous.barrier()
+        assert caught.value.ranks == {2} and time.monotonic() - started < 10
+    apart()
+    meet().barrier()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
+def test_a_rank_whose_process_has_ended_is_not_waited_for(ranks, first: bool) -> None:
+    ranks.run(run_ended, first)
+
+
+def run_failure_before(rank: int) -> None:
+    """A rank fails before it comes to a rendezvous; the next one is of all ranks again."""
+    if dist.get_rank() == rank:
+        place.place_of(None).tell(f"rank {rank} failed: out of memory")
+    apart()
+    started = time.monotonic()
+    if dist.get_rank() != rank:
+        with pytest.raises(ep.EPError, match=f"^rank {rank} failed: out of memory$"):
+            meet(30).barrier()
+        assert time.monotonic() - started < 10
+    apart()
+    if dist.get_rank() == rank:
+        time.sleep(0.2)
+    meet().barrier()
+    with mock.patch.object(processes, "started", lambda: time.time() + 60):  # what earlier processes have left
+        apart()
+        if dist.get_rank() == rank:
+            place.place_of(None).tell("of an earlier job")
+        apart()
+        meet().barrier()
+
+
+@pytest.mark.parametrize("rank", range(W))
+def test_a_rank_that_fails_before_a_rendezvous_is_heard_of_once(ranks, rank: int) -> None:
+    ranks.run(run_failure_before, rank)
+
+
+def run_silence() -> None:
+    """The store takes what it is sent, and does not answer."""
+    rendezvous = meet(PATIENCE)
+    rendezvous.barrier()
+    silent = mock.Mock(check=lambda keys: time.sleep(20))
+    started = time.monotonic()
+    with (
+        mock.patch.object(rendezvous, "_store", silent),
+        mock.patch("megatron_ep.backends.rendezvous.DECISION_S", 0.5),
+        pytest.raises(ep.EPError, match=r"^the store of torch.distributed did not answer within 1.5 s$"),
+    ):
+        rendezvous.barrier()
+    assert time.monotonic() - started < 10
+
+
+def test_a_store_that_falls_silent_is_not_waited_for(ranks) -> None:
+    ranks.run(run_silence)
+
+
+def run_threads() -> None:
+    """Two threads of each rank meet over two groups, which begin in another order on each rank, while a third one waits
+    at the store of the process."""
+    groups = [dist.new_group(list(range(W))) for _ in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(_get_default_store().wait, ["never"], timedelta(seconds=4))
+        time.sleep(0.2)
+        started, met = time.monotonic(), []
+        for group in groups if dist.get_rank() else reversed(groups):
+            rendezvous = StoreRendezvous(group, timedelta(seconds=30))
+            met.append(pool.submit(rendezvous.gather, dist.get_rank()))
+            time.sleep(0.2)
+        assert [one.result() for one in met] == [[0, 1, 2]] * 2
+        assert time.monotonic() - started < 3 and not waits.done()
+        with pytest.raises(RuntimeError):
+            waits.result()
+
+
+def test_threads_do_not_wait_for_each_other_at_the_store(ranks) -> None:
+    ranks.run(run_threads)
+
+
+class Wrapped(dist.ProcessGroup):
+    """As trainers make it around groups that they destroy and make again: torch has no record of it."""
+
+    def __init__(self, inner: dist.ProcessGroup):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+
+def run_unknown_groups() -> None:
+    gather = dist.all_gather_object
+    for members in ([0, 1], [2]):
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            wrapped = Wrapped(group)
+            with mock.patch.object(
+                dist, "all_gather_object", lambda everyone, one, group: gather(everyone, one, group=group.inner)
+            ):
+                rendezvous = StoreRendezvous(wrapped, timedelta(seconds=30))
+            assert rendezvous.gather(dist.get_rank()) == members and rendezvous.rank == group.rank()
+            dist.destroy_process_group(group)
+            assert StoreRendezvous(wrapped, timedelta(seconds=30)).gather(-dist.get_rank()) == [-one for one in members]
+
+
+def test_groups_that_torch_has_no_record_of_meet_apart(ranks) -> None:
+    ranks.run(run_unknown_groups)
 
 
 def run_slow_step() -> None:
@@ -210,7 +340,7 @@ def test_the_own_failure_is_said_before_another_ranks_absence(ranks) -> None:
     assert ranks.run(run_failure_and_absence)[1] == "out of luck"
 
 
-def run_many() -> int:
+def run_many() -> None:
     rendezvous = meet()
     for _ in range(4):
         rendezvous.gather(bytes(1 << 10))
@@ -220,11 +350,22 @@ def run_many() -> int:
     for _ in range(20):
         rendezvous.gather(bytes(1 << 10))
     apart()
-    return _get_default_store().num_keys() - count
+    assert _get_default_store().num_keys() <= count
+    apart()
+    for _ in range(3):
+        meet().barrier()
+        apart()
+        left = _get_default_store().num_keys()
+        apart()
+    for _ in range(5):
+        meet().barrier()
+    apart()
+    assert _get_default_store().num_keys() <= left + W + 3, "of at most one more rendezvous"
+    apart()
 
 
 def test_what_was_told_does_not_stay_in_the_store(ranks) -> None:
-    assert max(ranks.run(run_many)) <= 0
+    ranks.run(run_many)
 
 
 def run_sub_groups() -> None:
@@ -272,7 +413,7 @@ def test_answers_that_are_more_than_a_value_of_the_store(size: int, piece: int, 
     ):
         told = list(pool.map(run, range(W)))
     assert told == [[[bytes([rank]) * size for rank in range(W)]] * 3] * W
-    assert server.num_keys() == before + W + 1 + pieces, "what the last exchange told, and the decision"
+    assert server.num_keys() == before + 2 * W + 1 + pieces, "of the last exchange, and who the ranks are"
 
 
 # ---- what somebody else writes into the store
@@ -291,8 +432,9 @@ class Bomb:
 def run_hostile_answer(value: bytes, kind: object) -> str:
     """Instead of rank 2, which does not come, somebody else answers."""
     rendezvous = meet()
+    rendezvous.barrier()
     if dist.get_rank() == 2:
-        rendezvous._store.set("1/2", value)
+        rendezvous._store.set("2/2", value)
         apart()
         return ""
     with pytest.raises(ep.EPError) as caught:
@@ -304,11 +446,11 @@ def run_hostile_answer(value: bytes, kind: object) -> str:
 def run_hostile_collection(value: bytes) -> str:
     """Somebody gives what all ranks are said to have told."""
     rendezvous = meet()
-    apart()
+    rendezvous.barrier()
     if dist.get_rank() == 0:
-        rendezvous._store.set("1/0", b"0")
-        rendezvous._store.set("1/all", value)
-        rendezvous._store.set("1/decision", b"agreed")
+        rendezvous._store.set("2/0", b"0")
+        rendezvous._store.set("2/all", value)
+        rendezvous._store.set("2/decision", b"agreed")
         apart()
         return ""
     with pytest.raises(ep.EPError) as caught:
@@ -329,22 +471,21 @@ HOSTILE = [
     (b'"not base 64!"', bytes, "base64"),
     (b"[" * 100_000, int, "nested too deeply"),
     (b" " * (1 << 21), int, "2097152 bytes, at most 1060864 are expected"),
-    (b"failed: 7", int, "7 where str is expected"),
 ]
 
 
 @pytest.mark.parametrize(("value", "kind", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])
 def test_a_value_that_no_rank_has_told_is_an_error(ranks, value: bytes, kind: type, why: str) -> None:
     for said in ranks.run(run_hostile_answer, value, kind)[:2]:
-        assert re.search(r"holds at key megatron_ep/.+/\d+/1/2 what no rank has told: ", said) and why in said
+        assert re.search(r"holds at key megatron_ep/.+/[0-9a-f]+/2/2 what no rank has told: ", said) and why in said
         assert len(said) < 400
 
 
 def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
-    assert all("1/2 what no rank has told" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
+    assert all("2/2 what no rank has told" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
     both = pickle.dumps([pickle.dumps((None, Bomb(str(tmp_path / "ran"))))] * W)
-    assert all("1/all what no rank has told" in said for said in ranks.run(run_hostile_collection, both)[1:])
+    assert all("2/all what no rank has told" in said for said in ranks.run(run_hostile_collection, both)[1:])
     assert not (tmp_path / "ran").exists()
     pickle.loads(bomb)
     assert (tmp_path / "ran").exists(), "the bomb works"
@@ -352,13 +493,14 @@ def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
 
 def test_answers_of_other_ranks_than_these(ranks) -> None:
     for value in (codec.encode([b"1"] * (W + 1)), b'{"a": 1}', b"null"):
-        assert all("1/all what no rank has told" in said for said in ranks.run(run_hostile_collection, value)[1:])
+        assert all("2/all what no rank has told" in said for said in ranks.run(run_hostile_collection, value)[1:])
 
 
 def run_hostile_verdict() -> str:
     rendezvous = meet()
+    rendezvous.barrier()
     if dist.get_rank() == 0:
-        rendezvous._store.set("1/decision", b"\x1b[2J\xff" + b"x" * (1 << 20))
+        rendezvous._store.set("2/decision", b"\x1b[2J\xff" + b"x" * (1 << 20))
         apart()
         return ""
     apart()

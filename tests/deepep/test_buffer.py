@@ -77,6 +77,10 @@ def test_low_latency_mode_over_nodes(four_ranks, ranks, size, per_node):
     assert all(four_ranks.run(ranks, checks.check_low_latency, size, per_node))
 
 
+def test_low_latency_calls_of_many_sizes_share_one_mode(four_ranks):
+    assert all(four_ranks.run(in_groups, checks.check_sizes, 4))
+
+
 def test_masked_ranks(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_masks, 4))
 

@@ -246,6 +246,25 @@ def check_low_latency(group, device, hidden=512, most=8, fp8=True, nodes=1):
     return True
 
 
+def check_sizes(group, device):
+    """One low-latency mode serves all sizes of calls, and a larger one takes its place."""
+    world, hidden = dist.get_world_size(group), 128
+    room = Buffer.get_low_latency_rdma_size_hint(40, hidden, world, world)
+    buffer = Buffer(group, num_rdma_bytes=room)
+    ids = torch.arange(world, device=device).unsqueeze(1)
+    x, weights = torch.ones(world, hidden, dtype=torch.bfloat16, device=device), torch.ones(world, 1, device=device)
+    for most, tokens in ((world, 40), (40, 40), (33, 40), (60, 60), (world, 60)):
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, most, world, use_fp8=False)
+        assert rows.shape == (1, world * most, hidden) and counts.tolist() == [world]
+        src_info, ranges, *sizes = handle
+        assert src_info[0, :world].tolist() == [dist.get_rank(group)] * world and sizes == [most, hidden, world]
+        assert [int(part) & 0xFFFFFFFF for part in ranges[0]] == [1] * world
+        assert torch.equal(buffer.low_latency_combine(rows, ids, weights, handle)[0], x)
+        assert [low_latency.max_tokens for low_latency in buffer.runtime.all_low_latency()] == [tokens]
+    buffer.destroy()
+    return True
+
+
 def cast_back(rows):
     values, scales = rows
     local, most, hidden = values.shape
