@@ -68,6 +68,7 @@ ANSWER_S = 0.2
 # Seconds by which the reason of a rank that gave up may arrive after another rank has passed on that it did.
 REASON_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
+IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/exclusive_call.h
 
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
@@ -312,7 +313,7 @@ class RankGroup(OfOneProcess):
 
     def abort_peers(self, error: BaseException) -> None:
         """Tells the other ranks that this one failed. Not for an EPError, which they know of."""
-        if isinstance(error, EPError):
+        if isinstance(error, EPError) or str(error) == IN_USE:  # that call has touched nothing
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         self._is_seen |= interrupted  # that ended the waits of this process too

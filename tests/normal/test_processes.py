@@ -425,6 +425,8 @@ def run_reset_during_a_call():
     if rank == 1:
         call.start()
         assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
+        with pytest.raises(RuntimeError, match=r"^the buffer is in use by another thread$"):
+            ep.dispatch(x[rank], ids[rank], weights[rank], buffer=buffer)  # it ends no call of another thread
     dist.barrier()
     started = time.monotonic()
     with pytest.raises(ep.EPError, match=r"^rank 1 could not .*: the buffer is in use by another thread$"):
