@@ -75,9 +75,14 @@ def initialize(
 
     Raises:
         ValueError: as the dispatcher; or the experts do not divide among the ranks; or their gradients would be wrong
-            with this version of Megatron-Core; or moe_expert_rank_capacity_factor
-            is set and the experts take their counts from the host.
+            with this version of Megatron-Core, or with overlap_dispatch_backward_with_experts_wgrad; or
+            moe_expert_rank_capacity_factor is set and the experts take their counts from the host.
     """
+    if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
+        raise ValueError(
+            "overlap_dispatch_backward_with_experts_wgrad is True, with which Megatron's DDP takes experts' gradients "
+            "before they are there: they count a microbatch late, or not at all; must be False"
+        )
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
     ranks = pg_collection.ep.size()
@@ -123,8 +128,19 @@ def initialize(
     routing_trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    layer.register_forward_pre_hook(_refuse_megatron_fsdp)
     if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
         layer._training_token_dispatcher = layer.token_dispatcher
+
+
+def _refuse_megatron_fsdp(layer: MoELayer, _: Any) -> None:
+    """Raises ValueError where Megatron-FSDP, which wraps a model once it is built, has taken the layer's parameters."""
+    marks = ("__fsdp_param__", "_mfsdp_parameter_group")
+    if any(hasattr(parameter, mark) for parameter in layer.router.parameters() for mark in marks):
+        raise ValueError(
+            "use_megatron_fsdp is True, which has never run with this dispatcher: use Megatron's distributed "
+            "optimizer, or torch's fully_shard"
+        )
 
 
 def _needs_host_counts(experts: torch.nn.Module, config: TransformerConfig) -> bool:
