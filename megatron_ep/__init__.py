@@ -74,7 +74,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module("megatron_ep.reference")
+    if name == "__version__":
+        return importlib.import_module("megatron_ep.diagnosis.env").own_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ep as ep
 
@@ -50,3 +51,21 @@ def test_tuning_must_be_one():
 def test_a_misspelt_setting_is_told_the_nearest_name(make, meant):
     with pytest.raises(TypeError, match=meant):
         make()
+
+
+def test_what_a_session_shows():
+    assert set(ep.__all__) < set(dir(ep)) and re.match(r"\d+\.\d+", ep.__version__)
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
+        assert repr(cluster) == "LocalCluster(1 x 2 ranks, 4 experts, cpu)"
+        x, ids = (
+            [torch.ones(3, 8), torch.ones(0, 8)],
+            [torch.tensor([[0, 1]] * 3), torch.empty(0, 2, dtype=torch.int64)],
+        )
+        rows = ep.dispatch(x, ids, [torch.rand(3, 2), torch.rand(0, 2)], buffer=cluster)
+        assert repr(rows) == "Received(x: [6, 8] and [0, 8] torch.float32, probs: [6] and [0] torch.float32)"
+        assert type(rows).__name__ == "Received" and isinstance(rows, ep.Received)
+        assert repr(rows.handle) == "Handle(grouped, K = 2, 3 tokens to 6 rows, 0 tokens to 0 rows)"
+        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=8, topk=2, dtype=torch.float32)
+        received = low_latency.dispatch(x, ids)
+        assert repr(received) == "LowLatencyReceived(x: [2, 8, 8] and [2, 8, 8] torch.float32)"
+    assert repr(cluster).endswith("cpu, closed)")

@@ -160,13 +160,22 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return (_tree_version() if package == PACKAGE_DIR.name else None) or "not installed"
+        found = _tree_version() if package == PACKAGE_DIR.name else None
+        return f"{found}, not installed: imported from {PACKAGE_DIR.parent}" if found else "not installed"
+
+
+def own_version() -> str:
+    """`megatron_ep.__version__`; "unknown" for a copy of the package without what it was installed from."""
+    try:
+        return importlib.metadata.version(PACKAGE_DIR.name)
+    except importlib.metadata.PackageNotFoundError:
+        return _tree_version() or "unknown"
 
 
 def _tree_version() -> str | None:
     """Returns the version of a source tree from which Python imports the package without an installation."""
     found = re.search(r'^version = "([^"]+)"', _read(PACKAGE_DIR.parent / "pyproject.toml") or "", re.MULTILINE)
-    return f"{found[1]}, not installed: imported from {PACKAGE_DIR.parent}" if found else None
+    return found[1] if found else None
 
 
 def _nvcc() -> str:

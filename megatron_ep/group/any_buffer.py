@@ -98,6 +98,11 @@ class AnyBuffer(OfOneProcess):
         """
         self._group.close()
 
+    def __repr__(self) -> str:
+        ranks = f"{self.topology.nodes} x {self.topology.ranks_per_node} ranks"
+        state = "" if self.is_open else ", closed"
+        return f"{type(self).__name__}({ranks}, {self.config.num_experts} experts, {self.device}{state})"
+
     def __enter__(self: Own) -> Own:
         return self
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
+from megatron_ep.normal.handle import shapes_of
 
 
-@dataclass
+@dataclass(repr=False)
 class LowLatencyReceived:
     """Result of a low-latency dispatch: tensors on the buffer's device, or lists with one tensor per rank with a
     LocalCluster. Valid once the call has been received.
@@ -36,6 +37,9 @@ class LowLatencyReceived:
     straight_through: Any
     probs: Any
     handle: LowLatencyHandle
+
+    def __repr__(self) -> str:
+        return shapes_of(self, "x", "scales", "probs")
 
     @property
     def recv_counts(self) -> Any:

@@ -19,7 +19,7 @@ from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.group.known_calls import looks_of
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
 from megatron_ep.normal import autograd, launches, operators
-from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.handle import CountsToAskFor, Handle, shapes_of
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -33,7 +33,7 @@ WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatc
 MAX_PADDED_ROWS = 2**30
 
 
-@dataclass
+@dataclass(repr=False)
 class Received:
     """Result of dispatch: tensors, or lists with one tensor per rank with a LocalCluster.
 
@@ -60,6 +60,9 @@ class Received:
     handle: Handle
     topk_idx: Any = None
 
+    def __repr__(self) -> str:
+        return shapes_of(self, "x", "scales", "probs", "topk_idx")
+
 
 class _ReceivedLater(Received):
     """Reads counts and overflow from the handle on first access, because creating the tensors takes time."""
@@ -82,6 +85,9 @@ class _ReceivedLater(Received):
     @functools.cached_property
     def overflow(self) -> Any:
         return self._of_handle(launches.overflow_of(self.handle))
+
+
+_ReceivedLater.__name__ = _ReceivedLater.__qualname__ = "Received"  # to users
 
 
 def dispatch(

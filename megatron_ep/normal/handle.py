@@ -30,7 +30,18 @@ class CountsToAskFor:
     keeps_source_tokens: bool = False
 
 
-@dataclass(eq=False)
+def shapes_of(owner: object, *names: str) -> str:
+    """The repr of what has tensors, or lists of them, under these names: no numbers, for which the host would wait."""
+    said = []
+    for name in names:
+        if (value := getattr(owner, name)) is not None:
+            tensors = value if isinstance(value, list) else [value]
+            sizes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+            said.append(f"{name}: {sizes} {tensors[0].dtype}")
+    return f"{type(owner).__name__}({', '.join(said)})"
+
+
+@dataclass(eq=False, repr=False)
 class Handle(OfOneProcess):
     """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
 
@@ -39,15 +50,19 @@ class Handle(OfOneProcess):
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 
-    group: RankGroup = field(repr=False)
+    group: RankGroup
     topk: int
-    ranks: list[RankHandle] = field(repr=False)
-    to_ask_for: CountsToAskFor | None = field(default=None, repr=False)
+    ranks: list[RankHandle]
+    to_ask_for: CountsToAskFor | None = None
     is_flat: bool = False
-    made_after_resets: int = field(init=False, repr=False)
+    made_after_resets: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.made_after_resets = self.group.resets
+
+    def __repr__(self) -> str:
+        sizes = "".join(f", {rank.num_tokens} tokens to {rank.rows} rows" for rank in self.ranks)
+        return f"Handle({'flat' if self.is_flat else 'grouped'}, K = {self.topk}{sizes})"
 
     @property
     def looks(self) -> tuple[object, ...]:
