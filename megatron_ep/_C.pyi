@@ -36,7 +36,18 @@ class QueuePair:
     def connect(self, address: bytes) -> None: ...
 
 class Card:
-    def __init__(self, *, library: str, port: CardPort, mlx5: str | None = None) -> None: ...
+    def __init__(
+        self,
+        *,
+        library: str,
+        port: CardPort,
+        mlx5: str | None = None,
+        traffic_class: int,
+        service_level: int,
+        pkey_index: int,
+        ack_timeout: int,
+        retries: int,
+    ) -> None: ...
     @property
     def is_direct(self) -> bool: ...
     @property

@@ -32,7 +32,16 @@ void bind_verbs(py::module_& m) {
     m.def(
         "card_ports",
         [load_mlx5](const std::string& library, const std::optional<std::string>& mlx5) {
-            return verbs::find_ports(*Library::load(library), load_mlx5(mlx5).get());
+            const auto loaded = Library::load(library);
+            if (!loaded->forks_badly.empty() &&
+                PyErr_WarnEx(PyExc_RuntimeWarning,
+                             ("a process that forks may lose what network cards write: "
+                              "ibv_fork_init: " +
+                              loaded->forks_badly)
+                                 .c_str(),
+                             1))
+                throw py::error_already_set();
+            return verbs::find_ports(*loaded, load_mlx5(mlx5).get());
         },
         py::arg("library"), py::arg("mlx5") = py::none(),
         "Those of this machine, by libibverbs; with libmlx5 those of other drivers lack it.");
@@ -44,10 +53,16 @@ void bind_verbs(py::module_& m) {
             py::arg("address"), "With another one, by its address; both ends before either sends.");
     py::class_<Card, std::shared_ptr<Card>>(m, "Card", "A port that is opened.")
         .def(py::init([load_mlx5](const std::string& library, const Port& port,
-                                  const std::optional<std::string>& mlx5) {
-                 return std::make_shared<Card>(Library::load(library), port, load_mlx5(mlx5));
+                                  const std::optional<std::string>& mlx5, uint8_t traffic_class,
+                                  uint8_t service_level, uint16_t pkey_index, uint8_t ack_timeout,
+                                  uint8_t retries) {
+                 return std::make_shared<Card>(Library::load(library), port, load_mlx5(mlx5),
+                                               verbs::Service{traffic_class, service_level,
+                                                              pkey_index, ack_timeout, retries});
              }),
              py::kw_only(), py::arg("library"), py::arg("port"), py::arg("mlx5") = py::none(),
+             py::arg("traffic_class"), py::arg("service_level"), py::arg("pkey_index"),
+             py::arg("ack_timeout"), py::arg("retries"),
              "With libmlx5 ranks post in its queues by themselves.")
         .def_property_readonly("is_direct", &Card::is_direct)
         .def(

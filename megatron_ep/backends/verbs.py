@@ -24,6 +24,15 @@ from megatron_ep.errors import EPError
 LIBRARY = "libibverbs.so.1"
 MLX5_LIBRARY = "libmlx5.so.1"
 VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
+# What each of them sets of a connection, the same on all ranks: the argument of `_C.Card`, the least and the most that
+# it may be, and what it is where it is not set.
+SETTINGS = {
+    "MEGATRON_EP_IB_TC": ("traffic_class", 0, 255, 0),
+    "MEGATRON_EP_IB_SL": ("service_level", 0, 15, 0),
+    "MEGATRON_EP_IB_PKEY_INDEX": ("pkey_index", 0, 65535, 0),
+    "MEGATRON_EP_IB_TIMEOUT": ("ack_timeout", 1, 31, 17),
+    "MEGATRON_EP_IB_RETRIES": ("retries", 1, 7, 7),
+}
 
 
 def ports(direct: bool = False) -> list[_C.CardPort]:
@@ -35,6 +44,17 @@ def ports(direct: bool = False) -> list[_C.CardPort]:
         if direct:
             raise EPError(f"the ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
         raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
+
+
+def settings() -> dict[str, int]:
+    """The value of each of `SETTINGS`. Raises ValueError for one that is out of range."""
+    found = {}
+    for name, (_, least, most, default) in SETTINGS.items():
+        text = os.environ.get(name) or str(default)
+        if not text.isdecimal() or not text.isascii() or not least <= int(text) <= most:
+            raise ValueError(f"environment variable {name} is {text!r}, must be a whole number in [{least}, {most}]")
+        found[name] = int(text)
+    return found
 
 
 def usable(direct: bool = False) -> list[_C.CardPort]:
@@ -143,8 +163,9 @@ def card_at(place: int, direct: bool = False) -> _C.Card:
 
 
 def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
+    service = {SETTINGS[name][0]: value for name, value in settings().items()}
     try:
-        return _C.Card(library=LIBRARY, port=port, mlx5=MLX5_LIBRARY if direct else None)
+        return _C.Card(library=LIBRARY, port=port, mlx5=MLX5_LIBRARY if direct else None, **service)
     except RuntimeError as error:
         raise EPError(str(error)) from None
 

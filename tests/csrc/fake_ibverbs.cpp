@@ -18,6 +18,10 @@
 //     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
 //     unregistered  registering memory fails with this errno (0)
 //     unposted      posting a request fails with this errno (0)
+//     unforkable    the library cannot provide for forks any more, with this errno (0) ...
+//     copies        ... and whether the kernel does (0)
+//     traffic_class, service_level, pkey_index, ack_timeout, retries
+//                   what connections must be made with (-1: anything)
 //     seed          what is late, and by how much; 0: nothing
 //     silent        number of the card that says nothing (-1: none)
 //     silent_after  requests that a card carries out before it says nothing any more; -1: all
@@ -84,11 +88,13 @@ class Settings {
   private:
     std::mutex mutex_;
     std::map<std::string, long long> values_ = {
-        {"devices", 1},  {"down", 0},          {"atomics", 1},        {"ethernet", 1},
-        {"iwarp", 0},    {"gids", 4},          {"address", 1},        {"network", 0},
-        {"astray", -1},  {"slow", -1},         {"unregistered", 0},   {"seed", 0},
-        {"unposted", 0}, {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000},
-        {"silent", -1},  {"mlx5", 1},          {"stride", 64}};
+        {"devices", 1},      {"down", 0},           {"atomics", 1},        {"ethernet", 1},
+        {"iwarp", 0},        {"gids", 4},           {"address", 1},        {"network", 0},
+        {"astray", -1},      {"slow", -1},          {"unregistered", 0},   {"seed", 0},
+        {"unposted", 0},     {"silent_after", -1},  {"refused_after", -1}, {"retry_ms", 60'000},
+        {"silent", -1},      {"mlx5", 1},           {"stride", 64},        {"unforkable", 0},
+        {"copies", 0},       {"traffic_class", -1}, {"service_level", -1}, {"pkey_index", -1},
+        {"ack_timeout", -1}, {"retries", -1}};
 };
 
 Settings& settings() {
@@ -515,7 +521,16 @@ extern "C" {
 
 void fake_ibverbs_set(const char* name, long long value) { settings().set(name, value); }
 
+std::atomic<bool> may_fork = false;
+
+int ibv_fork_init() {
+    may_fork = true;
+    return static_cast<int>(settings()["unforkable"]);
+}
+int ibv_is_fork_initialized() { return settings()["copies"] ? 2 : 1; }
+
 Device** ibv_get_device_list(int* count) {
+    if (!may_fork) std::abort();  // too late: what is registered from now on is lost to a fork
     *count = static_cast<int>(settings()["devices"]);
     auto** list = new Device*[*count + 1]();
     for (int i = 0; i < *count; ++i) {
@@ -697,6 +712,11 @@ Qp* ibv_create_qp(Pd* pd, QpInitAttr* attr) {
     return qp;
 }
 
+bool is_wanted(const char* name, long long value) {
+    const long long wanted = settings()[name];
+    return wanted < 0 || wanted == value;
+}
+
 int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
     auto& qp = *static_cast<FakeQp*>(base);
     expect_own(*qp.card);
@@ -704,7 +724,8 @@ int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
     if (!has(mask, kQpState)) return EINVAL;
     switch (attr->state) {
         case kInit:
-            if (qp.state != kReset || !has(mask, kQpPkeyIndex | kQpPort | kQpAccessFlags))
+            if (qp.state != kReset || !has(mask, kQpPkeyIndex | kQpPort | kQpAccessFlags) ||
+                !is_wanted("pkey_index", attr->pkey_index))
                 return EINVAL;
             qp.attr.access = attr->access;
             break;
@@ -713,6 +734,9 @@ int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
                                                     kQpRqPsn | kQpMaxDestRdAtomic | kQpMinRnrTimer))
                 return EINVAL;
             const GlobalRoute& route = attr->address.route;
+            if (!is_wanted("traffic_class", route.traffic_class) ||
+                !is_wanted("service_level", attr->address.sl))
+                return EINVAL;
             if (settings()["ethernet"]) {
                 if (!attr->address.is_global) return EINVAL;
                 const GidEntry own = gid_at(*qp.card, route.source_index);
@@ -727,7 +751,8 @@ int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
         }
         case kReadyToSend:
             if (qp.state != kReadyToReceive ||
-                !has(mask, kQpTimeout | kQpRetryCount | kQpRnrRetry | kQpSqPsn | kQpMaxRdAtomic))
+                !has(mask, kQpTimeout | kQpRetryCount | kQpRnrRetry | kQpSqPsn | kQpMaxRdAtomic) ||
+                !is_wanted("ack_timeout", attr->timeout) || !is_wanted("retries", attr->retries))
                 return EINVAL;
             qp.next_packet = attr->sq_psn;
             break;

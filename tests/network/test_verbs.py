@@ -4,6 +4,7 @@ been seen."""
 
 import ctypes
 import errno
+import re
 import time
 from contextlib import contextmanager
 from unittest import mock
@@ -51,6 +52,7 @@ def cards_with(**facts: int):
     """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
     off = dict(down=0, unregistered=0, unposted=0, network=0, seed=0, astray=-1, slow=-1)
     usual = dict(devices=1, mlx5=1, stride=64, silent_after=-1, refused_after=-1, retry_ms=60_000, **off)
+    usual |= dict(unforkable=0, copies=0) | dict.fromkeys((argument for argument, *_ in verbs.SETTINGS.values()), -1)
     change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
     change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     for name, value in facts.items():
@@ -80,6 +82,49 @@ def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
 @pytest.mark.parametrize("per_machine", [1, 2])
 def test_the_low_latency_mode(ranks, per_machine):
     ranks.run(run_late, "verbs", test_tcp.run_low_latency, per_machine)
+
+
+# ---- what a network wants of connections
+
+WANTED = dict(zip(verbs.SETTINGS, (106, 3, 2, 19, 5), strict=True))
+
+
+def run_with_service(wanted: dict[str, int]) -> str:
+    """Of the last rank something else."""
+    own = {name: str(value) for name, value in (wanted if dist.get_rank() == W - 1 else WANTED).items()}
+    facts = {verbs.SETTINGS[name][0]: value for name, value in WANTED.items()}
+    with test_tcp.machines_of(1, "verbs"), cards_with(**facts), mock.patch.dict("os.environ", own):
+        try:
+            with buffer_of(timeout=20) as buffer:
+                ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_connections_are_as_the_environment_says(ranks):
+    assert ranks.run(run_with_service, WANTED) == [""] * W
+
+
+def test_ranks_that_want_other_connections_are_told(ranks):
+    for name in WANTED:
+        for text in ranks.run(run_with_service, WANTED | {name: 1}):
+            assert text == f"environment variable {name} is {WANTED[name]} on rank 0 and 1 on rank 3, must be equal"
+
+
+@pytest.mark.parametrize(("name", "value", "range_"), [("TC", "256", "[0, 255]"), ("TIMEOUT", "0", "[1, 31]")])
+def test_a_setting_out_of_range(name, value, range_, monkeypatch):
+    monkeypatch.setenv(f"MEGATRON_EP_IB_{name}", value)
+    with pytest.raises(ValueError, match=rf"_IB_{name} is '{value}', must be a whole number in {re.escape(range_)}"):
+        verbs.settings()
+
+
+def test_a_library_that_cannot_provide_for_forks(own_library):
+    """It aborts where it is used before it was asked to."""
+    with cards_with(unforkable=errno.EINVAL, copies=1):
+        verbs.ports()
+    with cards_with(unforkable=errno.EINVAL), pytest.warns(RuntimeWarning, match="ibv_fork_init: Invalid argument"):
+        verbs.ports()
 
 
 # ---- what goes wrong

@@ -105,8 +105,8 @@ std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5) {
 }
 
 Card::Card(std::shared_ptr<const Library> library, const Port& port,
-           std::shared_ptr<const Mlx5> mlx5)
-    : library_(std::move(library)), mlx5_(std::move(mlx5)), port_(port) {
+           std::shared_ptr<const Mlx5> mlx5, const Service& service)
+    : library_(std::move(library)), mlx5_(std::move(mlx5)), port_(port), service_(service) {
     const auto fail = [&](const char* call, int error) {
         const std::string text = name() + ": " + call + ": " + std::strerror(error);
         release();

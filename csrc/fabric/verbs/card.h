@@ -20,6 +20,18 @@ struct Port {
     std::string lacks;    // why it cannot be used; "" if it can
 };
 
+// How a network treats what cards send to each other. The same at both ends.
+struct Service {
+    uint8_t traffic_class = 0;  // of RoCE: DSCP and ECN
+    uint8_t level = 0;          // of InfiniBand, and the priority of RoCE where that goes by VLAN
+    uint16_t pkey_index = 0;    // which of the port's partition keys
+    // A card sends again what nobody has confirmed for 4.096 us * 2^ack_timeout, so often. By
+    // default that takes 4 s, after which the connection is lost: a link that comes back sooner is
+    // no failure.
+    uint8_t ack_timeout = 17;
+    uint8_t retries = 7;
+};
+
 // The ports of this machine. mlx5: those of other drivers lack it. Throws std::runtime_error with
 // the reason if there are none.
 std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5 = nullptr);
@@ -30,7 +42,7 @@ class Card {
     // mlx5: with it ranks post in the card's queues by themselves (DirectPair); null: a thread asks
     // libibverbs for all. Throws std::runtime_error with what fails.
     Card(std::shared_ptr<const Library> library, const Port& port,
-         std::shared_ptr<const Mlx5> mlx5 = nullptr);
+         std::shared_ptr<const Mlx5> mlx5 = nullptr, const Service& service = {});
     ~Card();
     Card(const Card&) = delete;
 
@@ -50,6 +62,7 @@ class Card {
     std::shared_ptr<const Library> library_;
     std::shared_ptr<const Mlx5> mlx5_;
     Port port_;
+    Service service_;
     Context* context_ = nullptr;
     DeviceAttr attributes_{};
     PortAttr port_attributes_{};

@@ -11,7 +11,12 @@ namespace ep::verbs {
 class Library {
   public:
     // name: as dlopen takes it. Throws std::runtime_error that says what is missing.
+    // Before its first use in the process it is told that the process may fork: memory that cards
+    // know then stays with the parent.
     static std::shared_ptr<const Library> load(const std::string& name);
+
+    // Why a fork may take memory away from cards; "" if it does not.
+    std::string forks_badly;
 
     Device** (*get_device_list)(int* count);
     void (*free_device_list)(Device** list);

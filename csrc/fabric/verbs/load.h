@@ -24,6 +24,11 @@ class Symbols {
         if (!found) throw std::runtime_error(name_ + " has no " + symbol + ": it needs " + needs_);
         function = reinterpret_cast<F>(found);
     }
+    // Null where it is missing.
+    template <class F>
+    F find_if_any(const char* symbol) const {
+        return reinterpret_cast<F>(dlsym(handle_, symbol));
+    }
 
   private:
     std::string name_;

@@ -22,9 +22,6 @@ static_assert(sizeof(Address) == 40);
 constexpr uint32_t kVersion = 1;
 constexpr size_t kMaxName = 128;
 
-// 4.096 us * 2^17, seven times over, is 4 s that a card goes on sending what nobody confirms: a
-// link that comes back sooner is no failure.
-constexpr uint8_t kAckTimeout = 17, kRetries = 7;
 constexpr uint8_t kMinRnrTimer = 12, kHopLimit = 64;
 constexpr int kMaxAtomics = 16;  // on their way
 
@@ -92,7 +89,9 @@ void QueuePair::connect(const std::string& address) {
                                : "";
         throw std::runtime_error(failed(between() + " cannot be connected", error) + hint);
     };
+    const Service& service = card_->service_;
     QpAttr init{};
+    init.pkey_index = service.pkey_index;
     init.port = static_cast<uint8_t>(port.number);
     init.access = kLocalWrite | kRemoteWrite | kRemoteAtomic;
     step(init, kInit, kQpPkeyIndex | kQpPort | kQpAccessFlags);
@@ -105,19 +104,21 @@ void QueuePair::connect(const std::string& address) {
     receive.min_rnr_timer = kMinRnrTimer;
     receive.address.port = static_cast<uint8_t>(port.number);
     receive.address.lid = other.lid;
+    receive.address.sl = service.level;
     const bool is_far = other.gid.words[0] != card_->gid_.words[0];  // in another subnet
     if (port.is_ethernet || is_far || other.lid == 0) {
         receive.address.is_global = 1;
         receive.address.route.destination = other.gid;
         receive.address.route.source_index = static_cast<uint8_t>(port.gid_index);
         receive.address.route.hop_limit = kHopLimit;
+        receive.address.route.traffic_class = service.traffic_class;
     }
     step(receive, kReadyToReceive,
          kQpAddress | kQpPathMtu | kQpDestination | kQpRqPsn | kQpMaxDestRdAtomic | kQpMinRnrTimer);
     QpAttr send{};
     send.sq_psn = first_packet_;
-    send.timeout = kAckTimeout;
-    send.retries = send.rnr_retries = kRetries;
+    send.timeout = service.ack_timeout;
+    send.retries = send.rnr_retries = service.retries;
     send.max_rd_atomic =
         static_cast<uint8_t>(std::min(kMaxAtomics, card_->attributes_.max_qp_init_rd_atom));
     step(send, kReadyToSend, kQpTimeout | kQpRetryCount | kQpRnrRetry | kQpSqPsn | kQpMaxRdAtomic);
