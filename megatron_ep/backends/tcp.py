@@ -4,7 +4,8 @@ work (`verbs.py`), each connection has one of its queue pairs beside it; where r
 themselves, one connection has all of the queue pairs to a rank beside it.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
-stranger is 36 bytes, for five seconds, and not from many at a time.
+stranger is 36 bytes, for five seconds, and not from many at a time. With MEGATRON_EP_SECRET ranks also prove to each
+other that they know it, and that nobody has changed what they told through the store.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -21,10 +23,10 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ep import _C
-from megatron_ep.backends import verbs
+from megatron_ep.backends import codec, verbs
 from megatron_ep.backends.addresses import VARIABLE, own_address
 from megatron_ep.backends.rendezvous import LOOK_S, WARN_S, StoreRendezvous
 from megatron_ep.errors import EPError
@@ -36,6 +38,8 @@ STRIPES = "MEGATRON_EP_STRIPES"
 MAX_STRIPES = 4
 HELLO_S = 5.0  # that a stranger may take to say who it is
 MAX_STRANGERS = 64  # who have not said yet
+SECRET = "MEGATRON_EP_SECRET"
+MIN_SECRET = 16  # characters
 RETRY_S = 0.2
 TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
 SILENCE_S = 10.0  # after which a machine that answers nothing is lost
@@ -61,6 +65,8 @@ class Listening:
     answers: list[bytes]
     pairs: list[bytes]
     cards: list[str]  # names of their ports
+    settings: dict[str, int]  # environment variables that must be equal on all ranks
+    proof: bytes = b""  # that a rank has told this which knows the secret
 
     @classmethod
     def by(
@@ -76,7 +82,15 @@ class Listening:
         tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
         places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]
         addresses = [pairs.get(place, b"") for place in places] if pairs else []
-        return cls(host, port, stripes, tokens, answers, addresses, list(cards))
+        settings = {STRIPES: stripes, **(verbs.settings() if cards else {})}
+        return cls(host, port, stripes, tokens, answers, addresses, list(cards), settings)
+
+    def proved(self, rank: int) -> Listening:
+        """With the proof that this rank tells it. Raises ValueError as `proof` does."""
+        bare = replace(self, proof=b"")
+        if not os.environ.get(SECRET):
+            return bare
+        return replace(bare, proof=proof(b"listening", b"%d" % rank, codec.encode(bare)))
 
     def token(self, place: Place) -> bytes:
         return self.tokens[place[0] * self.stripes + place[1]]
@@ -142,16 +156,19 @@ class Network:
                 names = [card.port_name for card in self._cards]
                 if self._is_direct:
                     invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
-                    return (listener, {}), Listening.by(listener, len(self._machines), 1, invitations, names)
+                    own = Listening.by(listener, len(self._machines), 1, invitations, names)
+                    return (listener, {}), own.proved(self._rank)
                 places = [(rank, stripe) for rank in others for stripe in range(stripes)]
                 pairs = {place: card.queue_pair() for card in self._cards for place in places}
                 addresses = {place: pair.address() for place, pair in pairs.items()}
-                return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses, names)
+                own = Listening.by(listener, len(self._machines), stripes, addresses, names)
+                return (listener, pairs), own.proved(self._rank)
 
             (listener, pairs), told = rendezvous.exchange(tell)
+            check_proofs([one.proof for one in told], [one.proved(rank).proof for rank, one in enumerate(told)])
             if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in told])):
                 log.warning("ranks that send to each other take different network cards: %s", warning)
-            check_alike([one.stripes for one in told])
+            check_alike([one.settings for one in told])
             limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[Place, socket.socket]:
@@ -179,10 +196,15 @@ class Network:
             rendezvous.barrier()
             return
 
+        world = range(len(self._machines))
+
         def invite() -> tuple[None, list[bytes]]:
-            return None, [self.nic.invite(rank) if rank in self._others else b"" for rank in range(len(self._machines))]
+            invitations = [self.nic.invite(rank) if rank in self._others else b"" for rank in world]
+            return None, [*invitations, proof(b"part", b"%d" % self._rank, *invitations)]
 
         _, told = rendezvous.exchange(invite, kind=list[bytes])
+        expected = [proof(b"part", b"%d" % rank, *one[:-1]) for rank, one in enumerate(told)]
+        check_proofs([one[-1] if len(one) > len(world) else b"" for one in told], expected)
 
         def join() -> None:
             for rank in self._others:
@@ -248,12 +270,34 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def check_alike(stripes: Sequence[int]) -> None:
-    """Raises ValueError where ranks want different numbers of connections."""
-    for rank, wanted in enumerate(stripes):
-        if wanted != stripes[0]:
+def check_alike(settings: Sequence[Mapping[str, int]]) -> None:
+    """Raises ValueError where environment variables of the network differ between ranks."""
+    for rank, own in enumerate(settings):
+        for name, first in settings[0].items():
+            if own.get(name) != first:
+                raise ValueError(
+                    f"environment variable {name} is {first} on rank 0 and {own.get(name)} on rank {rank}, "
+                    "must be equal"
+                )
+
+
+def proof(*parts: bytes) -> bytes:
+    """Of these by the secret of all ranks; empty without one. Raises ValueError for a secret that is too short."""
+    secret = os.environ.get(SECRET) or ""
+    if not secret:
+        return b""
+    if len(secret) < MIN_SECRET:
+        raise ValueError(f"environment variable {SECRET} has {len(secret)} characters, must have at least {MIN_SECRET}")
+    return hmac.digest(secret.encode(), b"".join(struct.pack("!I", len(part)) + part for part in parts), "sha256")
+
+
+def check_proofs(proofs: Sequence[bytes], expected: Sequence[bytes]) -> None:
+    """Raises ValueError where a rank knows another secret, or none, or somebody has changed what it told."""
+    for rank, (given, wanted) in enumerate(zip(proofs, expected, strict=True)):
+        if not hmac.compare_digest(given, wanted):
             raise ValueError(
-                f"environment variable {STRIPES} is {stripes[0]} on rank 0 and {wanted} on rank {rank}, must be equal"
+                f"environment variable {SECRET} must be the same on all ranks, or unset: on rank {rank} it is another, "
+                f"or what rank {rank} told through the store of torch.distributed was changed"
             )
 
 
@@ -275,6 +319,13 @@ def listen(address: str | None = None) -> socket.socket:
         store = os.environ.get("MASTER_ADDR") or socket.gethostname()
         origin = f"the address from which this machine reaches {store} (unless {VARIABLE} names another)"
     address = address or own_address()
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        parsed = None  # bind says what it thinks of it
+    is_mapped = isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped
+    if parsed and (parsed.is_unspecified or parsed.is_multicast or is_mapped or "%" in address):
+        raise ValueError(f"{origin} is {address!r}, must be an address of this machine that means it on others, too")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -316,6 +367,13 @@ class _Joining:
         self.why[place[0]] = why
         self.retry_at[place] = time.monotonic() + RETRY_S
 
+    def word(self, connection: socket.socket, name: bytes, token: bytes, is_caller: bool) -> bytes:
+        """What shows on a connection that the token is known: the token itself or, with a secret, a proof of it between
+        these two addresses alone."""
+        ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
+        caller, called = ends if is_caller else reversed(ends)
+        return proof(name, token, repr((caller, called)).encode())[:TOKEN_BYTES] or token
+
     def say_hello(self, place: Place) -> None:
         other, stripe = place
         connection, _ = self.calls[place]
@@ -323,7 +381,7 @@ class _Joining:
         if error:
             return self.call_failed(place, os.strerror(error))
         try:
-            token = self.told[other].token((self.rank, stripe))
+            token = self.word(connection, b"hello", self.told[other].token((self.rank, stripe)), True)
             connection.send(HELLO.pack(MAGIC, VERSION, self.rank, stripe, token))
         except OSError as failure:
             return self.call_failed(place, str(failure))
@@ -341,7 +399,8 @@ class _Joining:
         heard += part
         self.calls[place] = (connection, heard)
         if len(heard) == TOKEN_BYTES:
-            if not hmac.compare_digest(heard, self.told[other].answer((self.rank, stripe))):
+            answer = self.word(connection, b"answer", self.told[other].answer((self.rank, stripe)), True)
+            if not hmac.compare_digest(heard, answer):
                 return self.call_failed(place, "somebody else answered")
             self.selector.unregister(connection)
             del self.calls[place]
@@ -353,8 +412,7 @@ class _Joining:
         except OSError:
             return
         if len(self.strangers) >= MAX_STRANGERS:
-            stranger.close()
-            return
+            self.turn_away(next(iter(self.strangers)))  # who came first
         stranger.setblocking(False)
         self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
         self.selector.register(stranger, selectors.EVENT_READ)
@@ -374,10 +432,10 @@ class _Joining:
         magic, version, rank, stripe, token = HELLO.unpack(heard)
         own, place = self.told[self.rank], (rank, stripe)
         is_known = magic == MAGIC and version == VERSION and place in expected and place not in self.made
-        if not is_known or not hmac.compare_digest(token, own.token(place)):
-            return self.turn_away(stranger)
         try:
-            stranger.send(own.answer(place))
+            if not is_known or not hmac.compare_digest(token, self.word(stranger, b"hello", own.token(place), False)):
+                return self.turn_away(stranger)
+            stranger.send(self.word(stranger, b"answer", own.answer(place), False))
         except OSError:
             return self.turn_away(stranger)
         self.selector.unregister(stranger)

@@ -2,6 +2,7 @@
 that cannot be reached and of a rank that goes away. The machines are this one, under several names."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 import struct
@@ -483,6 +484,69 @@ def test_a_process_that_reads_nothing_is_sent_little():
         nic.stop(0.0)
 
 
+# ---- what another machine may say
+
+
+def carry_spoilt(own: socket.socket, real: socket.socket, counts: bool, heap_bytes: int) -> None:
+    """What is sent at `own` goes to the other machine: the first block of counts with a negative one, in a sum that is
+    right; or a write behind the part of the heap that is the network's goes first."""
+    if not counts:
+        real.sendall(FRAME.pack(1, 0, 0, 8, heap_bytes - 8, 0, 0, 0) + bytes(8))
+    data = b""
+    while part := own.recv(1 << 16):
+        data += part
+        while len(data) >= FRAME.size and len(data) >= FRAME.size + (size := FRAME.unpack_from(data)[3]):
+            head, body, data = data[: FRAME.size], data[FRAME.size : FRAME.size + size], data[FRAME.size + size :]
+            if counts and head[0] == 1:  # of experts, of two channels
+                told = list(struct.unpack(f"<{size // 4}i", body))
+                told[4] -= 10**6
+                told[5] += 10**6
+                body, counts = struct.pack(f"<{size // 4}i", *told), False
+            real.sendall(head + body)
+
+
+def run_spoilt(counts: bool) -> str:
+    """What rank 1 sends to rank 0 is spoilt on the way."""
+    connect_all = tcp._connect_all
+    config = ep.Config(num_experts=16, timeout=20, tuning=ep.Tuning(channels=2))
+    heap_bytes = sizes.host_heap(ep.Topology(W, 1), config).bytes
+
+    def connect(*arguments):
+        made = connect_all(*arguments)
+        real = made[0, 0]
+        made[0, 0], other = socket.socketpair()
+        made[0, 0].setblocking(False)
+        real.setblocking(True)
+        for run, *ends in ((carry_spoilt, other, real, counts, heap_bytes), (carry_back, real, other)):
+            threading.Thread(target=run, args=ends, daemon=True).start()
+        return made
+
+    with machines_of(1), contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(tcp, "_connect_all", connect))
+        buffer = stack.enter_context(ep.Buffer(None, config, ep.Topology(W, 1)))
+        with pytest.raises(EPError) as caught:
+            for _ in range(2):
+                ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer, layout="flat")
+                dist.barrier()
+        return str(caught.value)
+
+
+def carry_back(real: socket.socket, own: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := real.recv(1 << 16):
+            own.sendall(part)
+
+
+def test_false_counts_end_the_call_on_all_ranks(ranks):
+    for text in ranks.run(run_spoilt, True):
+        assert "rank 0 was sent counts of rows that no rank can have, by rank 1" in text, text
+
+
+def test_a_machine_writes_where_the_network_does_alone(ranks):
+    assert any("sent what no rank sends" in text for text in ranks.run(run_spoilt, False))
+
+
 # ---- who may connect
 
 
@@ -583,6 +647,89 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
         connection.close()
 
 
+def join_both(listeners, told) -> dict:
+    made: dict = {}
+    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def test_of_many_strangers_the_first_to_come_is_turned_away():
+    listeners, told = listening()
+    address, start = (told[0].host, told[0].port), time.monotonic()
+    strangers = [socket.create_connection(address, 5) for _ in range(tcp.MAX_STRANGERS)]
+    made = join_both(listeners, told)
+    assert made[0].keys() == {(1, 0)} and time.monotonic() - start < tcp.HELLO_S
+    assert strangers[0].recv(1) == b""
+    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
+        connection.close()
+
+
+SECRET = "of sixteen or more"
+
+
+def test_with_a_secret_a_token_is_not_enough(monkeypatch):
+    """Nor is what was said on another connection."""
+    monkeypatch.setenv(tcp.SECRET, SECRET)
+    listeners, told = listening()
+    address, token = (told[0].host, told[0].port), told[0].token((1, 0))
+    strangers = [socket.create_connection(address, 5) for _ in range(3)]
+    other = tcp._Joining(1, told).word(strangers[0], b"hello", token, True)
+    monkeypatch.setenv(tcp.SECRET, SECRET + "!")
+    foreign = tcp._Joining(1, told).word(strangers[1], b"hello", token, True)
+    monkeypatch.setenv(tcp.SECRET, SECRET)
+    for stranger, word in zip(strangers, (token, foreign, other), strict=True):
+        stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, word))
+    made = join_both(listeners, told)
+    assert made[0].keys() == {(1, 0)} and made[1].keys() == {(0, 0)}
+    assert [stranger.recv(1) for stranger in strangers] == [b""] * 3
+    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
+        connection.close()
+
+
+def run_with_secrets(secrets: list[str]) -> str:
+    with machines_of(2), mock.patch.dict(os.environ, {tcp.SECRET: secrets[dist.get_rank()]}):
+        try:
+            run_layers(2, 2, "1")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_secret_is_the_same_on_all_ranks(ranks):
+    assert ranks.run(run_with_secrets, [SECRET] * W) == [""] * W
+    for other in (SECRET + "!", ""):
+        secrets = [SECRET] * W
+        secrets[2] = other
+        for rank, text in enumerate(ranks.run(run_with_secrets, secrets)):
+            assert f"environment variable {tcp.SECRET} must be the same" in text and SECRET not in text
+            assert f"on rank {0 if rank == 2 else 2} it is another" in text
+
+
+def test_what_was_changed_in_the_store_is_refused(monkeypatch):
+    monkeypatch.setenv(tcp.SECRET, SECRET)
+    listeners, told = listening()
+    told = [one.proved(rank) for rank, one in enumerate(told)]
+    for change in (dict(host="10.9.8.7"), dict(port=1), dict(pairs=[b"x"]), dict(tokens=told[0].tokens)):
+        changed = [told[0], dataclasses.replace(told[1], **change)]
+        with pytest.raises(ValueError, match="or what rank 1 told"):
+            tcp.check_proofs([one.proof for one in changed], [one.proved(i).proof for i, one in enumerate(changed)])
+    swapped = [told[0], told[0]]
+    with pytest.raises(ValueError, match="or what rank 1 told"):
+        tcp.check_proofs([one.proof for one in swapped], [one.proved(i).proof for i, one in enumerate(swapped)])
+    for listener in listeners:
+        listener.close()
+
+
+def test_a_secret_that_is_too_short(monkeypatch):
+    monkeypatch.setenv(tcp.SECRET, "short")
+    with pytest.raises(ValueError, match=f"variable {tcp.SECRET} has 5 characters, must have at least 16"):
+        tcp.proof(b"")
+
+
 def test_a_machine_that_cannot_be_reached_is_named_in_time():
     listeners, told = listening()
     listeners[0].close()  # nobody listens there any more
@@ -609,7 +756,20 @@ def test_an_address_by_its_network(monkeypatch):
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("value", ["nowhere", "192.0.2.1", "198.51.100.0/24", "10.0.0.1/8"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "nowhere",
+        "192.0.2.1",
+        "198.51.100.0/24",
+        "10.0.0.1/8",
+        "0.0.0.0",
+        "::",
+        "224.0.0.1",
+        "fe80::1%lo",
+        "::ffff:0:0",
+    ],
+)
 def test_an_address_that_is_none_of_this_machine(value, monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, value)
     with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an? "):
