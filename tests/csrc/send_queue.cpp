@@ -267,6 +267,9 @@ void check_card_wrap() {
             was_full = true;
             require(taken < warp.known, "a full queue was not rung");
             take_one();
+            // Now and then up to the middle of the ring, as a card that holds back the other half.
+            const uint64_t half = memory.producer.posted - depth / 2 + 1;
+            while (memory.producer.posted % 5 == 0 && taken < half) take_one();
         };
         for (uint64_t i = 0; i < 70'000; ++i) {
             const bool is_write = i % 3 == 0;
@@ -294,7 +297,10 @@ void check_garbage() {
         {Frame::kAdd, 0, 0, 8, 0, 1},                   // with bytes behind it
         {Frame::kWrite, 0, kQueues, 8, 0, 0},           // of a queue that there is not
         {Frame::kAdd, 0, kQueues, 0, 0, 1},
-        {Frame::kAbort, 0, 0, 0, 0, 99},                                            // no outcome
+        {Frame::kAbort, 0, 0, 0, 0, 99},  // no outcome
+        {Frame::kAbort, 0, 0, 0, 0,
+         ControlBlock::abort_word(Outcome::Aborted, 1)},  // nor what is told
+        {Frame::kAbort, 0, 0, 0, 0, ControlBlock::abort_word(Outcome::CutOff, 1)},
         {Frame::kAbort, 0, 0, 0, 0, ControlBlock::abort_word(Outcome::Failed, 2)},  // of nobody
         {Frame::kStatus, 0, 0, 7, 0, 0},  // not of a status's size
     };

@@ -34,6 +34,8 @@ LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, aut
             store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
             queue.fence_bell();
         });"""
+HALF = "if (card()->template is_over<W>(middle)) return middle + 1;"
+FIRST = "return first + card()->template is_over<W>(first);"
 OVER = """return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);"""
 LANES_POSTED = """warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
@@ -171,6 +173,18 @@ MUTANTS = [
     Mutant("send queue: no lane's bell rings", QUEUE, LANES_BELL, "", LL_QUEUE),
     changed("send queue: a lane's bell in the rank's scope", QUEUE, LANES_BELL, SYSTEM, RANK, LL_QUEUE),
     changed("send queue: a lane's bell relaxed", QUEUE, LANES_BELL, "publish_", "credit_", LL_QUEUE),
+    changed("send queue: half of a card's ring passes for all of it", QUEUE, HALF, "middle + 1", "posted", NIC),
+    changed(
+        "send queue: half of a card's ring is one less", QUEUE, HALF, "return middle + 1", "return middle + 2", NIC
+    ),
+    changed(
+        "send queue: a card is always done with its first entry",
+        QUEUE,
+        FIRST,
+        "card()->template is_over<W>(first)",
+        "1",
+        NIC,
+    ),
     changed("send queue: a card's completions of any round", QUEUE, OVER, "entry >> completion_bits", "0", QUEUES),
     changed("send queue: a card's completions in the rank's scope", QUEUE, OVER, SYSTEM, RANK, QUEUES),
     changed(
