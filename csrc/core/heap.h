@@ -128,6 +128,7 @@ struct Heap {
 
     // From here on is all that the network reads and writes, and nothing else.
     EP_HD size_t network_begin() const { return notify_rail_flags_; }
+    size_t network_bytes() const { return bytes_ - network_begin(); }
     size_t bytes_without_network() const { return network_begin(); }
 
     // Flags of the network: one for notify, and a tail and a head for each channel.

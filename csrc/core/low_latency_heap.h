@@ -148,14 +148,20 @@ struct LowLatencyHeap {
 
     EP_HD int local_experts() const { return local_experts_; }
     EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // of 32 tokens
+    // Bits of a chunk that may be set.
+    EP_HD uint32_t tokens_of_chunk(int chunk) const {
+        const int left = max_tokens - 32 * chunk;
+        return left < 32 ? (uint32_t{1} << left) - 1 : ~uint32_t{0};
+    }
     // Most experts of one rank that a token can choose.
     EP_HD int choices_per_rank() const {
         return local_experts() < max_topk ? local_experts() : max_topk;
     }
     EP_HD size_t bytes() const { return bytes_; }
-    // What the network reads and writes, of ranks whose memory is not mapped, lies between the
-    // rest.
-    static constexpr size_t network_begin() { return 0; }
+    // All that the network reads and writes, of ranks whose memory is not mapped, begins here. What
+    // a rank counts, and knows of masks, lies before and behind.
+    size_t network_begin() const { return released_; }
+    size_t network_bytes() const { return memberships_ - released_; }
 
     // --- of this rank ---
     // Calls sent so far.

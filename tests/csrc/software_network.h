@@ -120,8 +120,8 @@ class SoftwareNetwork : public Network {
             nics_.push_back(std::make_unique<SoftwareNic>(
                 state.rank, state.everyone, SoftwareNic::Cards(), std::nullopt, depth));
             if (tolerates_loss) nics_.back()->tolerate_loss();
-            queues_.push_back(std::make_unique<HostQueues>(*nics_.back(), topology_, state.rank,
-                                                           near, heap.bytes(), heap.channels, 1));
+            queues_.push_back(
+                std::make_unique<HostQueues>(*nics_.back(), heap, state.rank, near, 1));
         }
         clear();
     }

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "fabric/queue/queue_fabric.h"
@@ -9,17 +11,23 @@
 namespace ep {
 
 // A rank on the host whose nodes are machines, or are taken for such: the network reads and writes
-// its heap itself.
+// its heap itself, where that is for the network.
 class HostQueues {
   public:
     // heaps: by rank; of those on other machines nobody touches it. stride: see SoftwareNic::open.
-    HostQueues(SoftwareNic& nic, const Topology& topology, int rank, std::vector<char*> heaps,
-               size_t bytes, int channels, int stride)
-        : nic_(nic), port_(nic.open(heaps, bytes, channels, std::nullopt, stride)) {
+    template <class AnyHeap>
+    HostQueues(SoftwareNic& nic, const AnyHeap& heap, int rank, std::vector<char*> heaps,
+               int stride)
+        : nic_(nic) {
+        const Topology& topology = heap.topology;
         params_.topology = topology;
         for (int local = 0; local < topology.ranks_per_node; ++local)
             params_.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
+        params_.network_begin = heap.network_begin();
+        for (char*& own : heaps) own = own ? own + params_.network_begin : nullptr;
         params_.network = heaps[rank];
+        port_ =
+            nic.open(std::move(heaps), heap.network_bytes(), heap.channels, std::nullopt, stride);
         params_.queues = port_->queues();
     }
     ~HostQueues() { nic_.close(port_); }

@@ -56,6 +56,12 @@ bool is_in_transfer(ControlBlock& block) {
     return is_under_way(&Calls::notify) || is_under_way(&Calls::transfer);
 }
 
+// Whether a rank tells others of it: not what it has only heard of, nor what ends it alone.
+bool is_told(Outcome outcome) {
+    return outcome > Outcome::Ok && outcome <= Outcome::Lost && outcome != Outcome::Aborted &&
+           outcome != Outcome::CutOff;
+}
+
 void add(char* word, uint64_t increment) {
     std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word))
         .fetch_add(increment, std::memory_order_release);
@@ -383,12 +389,10 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMaxBytes);
         copy_status(*controls_[rank], said);
     } else if (frame.kind == Frame::kAbort) {
-        const auto outcome = static_cast<int>(ControlBlock::outcome_of(frame.increment));
+        const Outcome outcome = ControlBlock::outcome_of(frame.increment);
         const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
-        if (outcome <= 0 || outcome > static_cast<int>(Outcome::Lost) || blamed >= links_.size())
-            return link.fail(kForeign);
-        const bool is_loss = outcome == static_cast<int>(Outcome::Lost);
-        if (!tolerates_loss_ || !is_loss) return abort(own(), frame.increment);
+        if (!is_told(outcome) || blamed >= links_.size()) return link.fail(kForeign);
+        if (!tolerates_loss_ || outcome != Outcome::Lost) return abort(own(), frame.increment);
         const Reason& reason = controls_[rank]->reason;
         note_loss(static_cast<int>(blamed), std::string(reason.text, reason.bytes));
     } else if (frame.kind == Frame::kBye) {

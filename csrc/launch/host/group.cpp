@@ -20,8 +20,7 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     for (char* base : heaps)
         controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
     if (nic_)
-        queues_ = std::make_unique<HostQueues>(*nic_, heap_.topology, ranks_.front(), heaps,
-                                               heap_.bytes(), heap_.channels,
+        queues_ = std::make_unique<HostQueues>(*nic_, heap_, ranks_.front(), heaps,
                                                heap_.topology.ranks_per_node);
     for (int rank : ranks_) {
         own_heaps_.push_back(heaps[rank]);

@@ -10,8 +10,7 @@ HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
                                const std::vector<char*>& heaps, int warps)
     : group_(group), heap_(heap), warps_(warps) {
     if (group.nic_)
-        queues_ = std::make_unique<HostQueues>(*group.nic_, heap.topology, group.ranks().front(),
-                                               heaps, heap.bytes(), heap.channels, 1);
+        queues_ = std::make_unique<HostQueues>(*group.nic_, heap, group.ranks().front(), heaps, 1);
     for (const int rank : group.ranks()) {
         own_heaps_.push_back(heaps[rank]);
         fabrics_.push_back(group.fabric_of(rank, heaps, queues_.get()));

@@ -51,7 +51,7 @@ class QueueHeap {
     QueueHeap(SoftwareNic& nic, const PinnedReport& report, const AnyHeap& heap, int rank,
               int device)
         : QueueHeap(nic, report, heap.topology, rank, device, heap.network_begin(),
-                    heap.bytes() - heap.network_begin(), heap.channels, stride_of(heap)) {}
+                    heap.network_bytes(), heap.channels, stride_of(heap)) {}
     ~QueueHeap();
     QueueHeap(const QueueHeap&) = delete;
 

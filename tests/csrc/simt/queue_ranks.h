@@ -39,7 +39,7 @@ class Ranks {
         : params_(std::make_unique<Params>()) {
         const Topology& topology = heap.topology;
         const int world = topology.world();
-        const size_t begin = heap.network_begin(), bytes = heap.bytes() - begin;
+        const size_t begin = heap.network_begin(), bytes = heap.network_bytes();
         const uint32_t depth = 2 << seed % 3;
         const size_t count = Queues::count(world, heap.channels);
         std::vector<Queues> queues;
