@@ -73,6 +73,8 @@ def describe(incident: dict[str, Any]) -> str:
     Notifies are counted separately, dispatches and combines together.
     """
     where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
+    if incident["outcome"] == "mismatch" and incident["waiting_for"] != "nothing":
+        return f"{where}: {incident['waiting_for']}, rank {incident['peer']}: no rank can have {incident['seen']}"
     if incident["outcome"] == "mismatch":
         return f"{where}: what rank {incident['peer']} sent is not of this call"
     if incident["outcome"] == "bad_input":

@@ -15,6 +15,11 @@ EP_HD uint64_t quotient(uint64_t dividend, uint64_t divisor) {
     return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
 }
 
+// Whether an id is that of one of `count` experts from `first` on.
+EP_HD bool is_within(int32_t id, int first, int count) {
+    return static_cast<uint32_t>(id) - static_cast<uint32_t>(first) < static_cast<uint32_t>(count);
+}
+
 EP_HD size_t align_up(size_t bytes, size_t alignment) {
     return quotient(bytes + alignment - 1, alignment) * alignment;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace ep {
 
@@ -64,13 +65,11 @@ struct SerialLanes {
     }
 
     static int exclusive_scan(int count, PerLane<int>& values) {
-        int sum = 0;
-        for (int lane = 0; lane < count; ++lane) {
-            const int value = values[lane];
-            values[lane] = sum;
-            sum += value;
-        }
-        return sum;
+        uint32_t sum = 0;  // as a GPU, where a sum may be larger than int holds
+        for (int lane = 0; lane < count; ++lane)
+            values[lane] =
+                static_cast<int>(std::exchange(sum, sum + static_cast<uint32_t>(values[lane])));
+        return static_cast<int>(sum);
     }
 };
 

@@ -54,14 +54,25 @@ EP_FN void move_table(W& warp, int rows, int columns, Load&& load, Store&& store
     }
 }
 
+// What counts and their sums are checked by: negative as soon as one of them was. A sum of two that
+// are not is less than 2^32, so the first that int32 cannot hold is negative.
+EP_FN int sum_of(int a, int b) {
+    return static_cast<int>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+EP_FN int difference_of(int a, int b) {
+    return static_cast<int>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
+}
+
 // store(row, column, load(row, column), sum of load over the places before it) for each place of a
-// table. Returns the total. A lane has successive places: one scan over the lanes for all of them.
+// table. Returns the total, or -1 if a count is negative or int32 cannot hold a sum: counts come
+// from other ranks. A lane has successive places: one scan over the lanes for all of them.
 template <WarpLike W, class Load, class Store>
 EP_FN int scan_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;
-    typename W::template PerLane<int> before;
+    typename W::template PerLane<int> before, sign;
     const int count = rows * columns;
     int sum = 0;
+    uint32_t wrong = 0;
     for (int first = 0; first < count; first += Counts::kOfWarp) {
         const int left = lanes_from(first, count, Counts::kOfWarp);
         const int lanes = (left + Counts::kSize - 1) / Counts::kSize;
@@ -77,19 +88,23 @@ EP_FN int scan_table(W& warp, int rows, int columns, Load&& load, Store&& store)
             for_counts(lane, [&](bool exists, int row, int column, int32_t& value) {
                 value = exists ? load(row, column) : 0;
             });
-            for (const int32_t value : counts[lane].values) before[lane] += value;
+            for (const int32_t value : counts[lane].values)
+                before[lane] = sum_of(before[lane], value);
         });
         const int total = warp.exclusive_scan(lanes, before);
         warp.lanes(lanes, [&](int lane) {
-            int start = sum + before[lane];
+            int start = sum_of(sum, before[lane]);
+            sign[lane] = 0;
             for_counts(lane, [&](bool exists, int row, int column, int32_t value) {
                 if (exists) store(row, column, value, start);
-                start += value;
+                start = sum_of(start, value);
+                sign[lane] |= value | start;
             });
         });
-        sum += total;
+        wrong |= warp.ballot(lanes, [&](int lane) { return sign[lane] < 0; });
+        sum = sum_of(sum, total);
     }
-    return sum;
+    return wrong ? -1 : sum;
 }
 
 }  // namespace ep

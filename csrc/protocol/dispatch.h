@@ -100,9 +100,8 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
     }
     typename W::template PerLane<int> expert;  // local number
     warp.lanes(format.topk, [&](int k) {
-        const int local = header.expert[k] - first_expert;
-        const bool is_here = local >= 0 && local < args.layout.local_experts();
-        expert[k] = is_here ? local : TransferArgs::kElsewhere;
+        const bool is_here = is_within(header.expert[k], first_expert, args.layout.local_experts());
+        expert[k] = is_here ? header.expert[k] - first_expert : TransferArgs::kElsewhere;
         const int64_t number = received * format.topk + k;
         if (args.fills_tables) args.dst_rows[number] = expert[k];
         store_weight(args.recv_weights + number * format.weight_bytes,
@@ -131,12 +130,13 @@ EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& 
     if (args.is_flat) return find_flat_row(warp, args, header, received, dst);
     typename W::template PerLane<int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
-        const int expert = header.expert[lane] - first_expert;
         dst_row[lane] = TransferArgs::kElsewhere;
-        if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t row = layout.expert_base(source_rank)[expert] + header.index[lane];
+        if (is_within(header.expert[lane], first_expert, layout.local_experts())) {
+            const int expert = header.expert[lane] - first_expert;
+            const int index = header.index[lane];
+            const int64_t row = int64_t{layout.expert_base(source_rank)[expert]} + index;
             const bool fits =
-                row >= 0 && row < layout.expert_start(expert + 1) && row < args.max_rows;
+                index >= 0 && row < layout.expert_start(expert + 1) && row < args.max_rows;
             dst_row[lane] = fits ? static_cast<int>(row) : TransferArgs::kOverflowed;
         }
         if (remembered) args.dst_rows[received * format.topk + lane] = dst_row[lane];

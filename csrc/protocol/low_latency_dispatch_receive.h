@@ -1,5 +1,6 @@
 #pragma once
 
+#include "protocol/counts.h"
 #include "protocol/low_latency_dispatch_send.h"
 
 namespace ep {
@@ -64,7 +65,9 @@ struct Choices {
             return call.fabric.template own<uint32_t>(heap.no_choices() + first);
         return written_by<uint32_t>(call.fabric, rank, heap.choices(call.bank, rank) + first);
     }
-    EP_FN uint32_t present(int rank, int chunk) const { return of(rank, 0)[chunk]; }
+    EP_FN uint32_t present(int rank, int chunk) const {
+        return of(rank, 0)[chunk] & call.heap().tokens_of_chunk(chunk);
+    }
     // [K]
     EP_FN const int32_t* experts(int rank, int token) const {
         const uint32_t* words = of(rank, 0);
@@ -83,11 +86,18 @@ struct Choices {
     }
 };
 
+// Which of two ranks has told of more rows, and of how many.
+EP_FN uint64_t larger_count(uint64_t most, uint32_t rows, int rank) {
+    const uint64_t told = uint64_t{rows} << 32 | static_cast<uint32_t>(rank);
+    return told > most ? told : most;
+}
+
 // For each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes share
-// the ranks if the experts are fewer than lanes.
+// the ranks if the experts are fewer than lanes. most: larger_count of what a lane has read.
 template <WarpLike W, class F>
 EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lanes,
-                         typename W::template PerLane<int>& rows) {
+                         typename W::template PerLane<int>& rows,
+                         typename W::template PerLane<uint64_t>& most) {
     int sharing = 1;
     while (!F::kMapsAll && 2 * sharing * lanes <= 32) sharing *= 2;
     const int world = choices.call.world();
@@ -97,7 +107,10 @@ EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lane
         part[lane] = 0;
         for_each_load((world - own + sharing - 1) / sharing,
                       [&](int i) { return choices.word(own + i * sharing, expert, 0); },
-                      [&](int, uint32_t of_rank) { part[lane] += static_cast<int>(of_rank); });
+                      [&](int i, uint32_t of_rank) {
+                          part[lane] = sum_of(part[lane], static_cast<int>(of_rank));
+                          most[lane] = larger_count(most[lane], of_rank, own + i * sharing);
+                      });
     });
     if (sharing == 1) {
         warp.lanes(lanes, [&](int lane) { rows[lane] = part[lane]; });
@@ -107,7 +120,7 @@ EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lane
     for (int expert = lanes - 1; expert >= 0; --expert) {
         const int begin = warp.broadcast(part, expert * sharing);
         warp.lanes(lanes, [&](int lane) {
-            if (lane == expert) rows[lane] = end - begin;
+            if (lane == expert) rows[lane] = difference_of(end, begin);
         });
         end = begin;
     }
@@ -127,7 +140,7 @@ struct RowsBefore {
         for_each_load(
             first < terms ? (terms - first + step - 1) / step : 0,
             [&](int i) { return term(expert, first + i * step); },
-            [&](int, int of_term) { rows += of_term; });
+            [&](int, int of_term) { rows = sum_of(rows, of_term); });
         return rows;
     }
 
@@ -168,7 +181,8 @@ EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
 EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1) / 2; }
 
 // Where each expert's rows begin. Every warp finds out for itself, one of them for the handle.
-// read_rows(first, lanes, rows): for each lane the rows of an expert; false: it ended badly.
+// read_rows(first, lanes, rows, most): for each lane the rows of an expert, and larger_count of
+// what ranks have told of them; false: it ended badly.
 template <WarpLike W, class ReadRows>
 EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& team,
                        ReadRows&& read_rows) {
@@ -176,13 +190,25 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     const int local_experts = args.heap.local_experts();
     int32_t* starts = layout.scratch(team.warp);
     typename W::template PerLane<int> rows, start;
+    typename W::template PerLane<uint64_t> most;
     int64_t total = 0;
     bool overflows = false;
     const bool for_handle = notes_starts(team);
     if (args.expert_rows && !for_handle) return true;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
-        if (!read_rows(first, lanes, rows)) return false;
+        warp.lanes(32, [&](int lane) { most[lane] = 0; });
+        if (!read_rows(first, lanes, rows, most)) return false;
+        const uint32_t wrong = warp.ballot(32, [&](int lane) {
+            return most[lane] >> 32 > static_cast<uint32_t>(args.heap.max_tokens);
+        });
+        if (wrong) {
+            const uint64_t told = warp.broadcast(most, lowest_lane(wrong));
+            warp.fail(Outcome::Mismatch, Wait::Choices,
+                      WaitCondition{told >> 32, static_cast<uint64_t>(args.heap.max_tokens),
+                                    static_cast<int>(static_cast<uint32_t>(told))});
+            return false;
+        }
         warp.lanes(lanes, [&](int lane) {
             start[lane] = static_cast<int>(align_up(rows[lane], args.expert_alignment));
         });
@@ -290,8 +316,8 @@ struct RowPlaces {
     // The output row of an expert's row number `before`.
     EP_FN int row(int expert, int64_t before) const {
         const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
-        const bool fits =
-            args.expert_rows ? before < args.expert_rows : start + before < args.max_rows;
+        const bool fits = before >= 0 && (args.expert_rows ? before < args.expert_rows
+                                                           : start + before < args.max_rows);
         return fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
     }
 };
@@ -359,10 +385,12 @@ EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Te
     if (!may_receive(warp, call, team)) return false;
     if (call.masking() && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
-    find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
-        count_rows_of(warp, choices, first, lanes, rows);
-        return true;
-    });
+    const bool started =
+        find_starts(warp, args, team, [&](int first, int lanes, auto& rows, auto& most) {
+            count_rows_of(warp, choices, first, lanes, rows, most);
+            return true;
+        });
+    if (!started) return false;
     if (notes_starts(team)) note_present(warp, choices);
     // Own rows are there first.
     return for_own_shares<Pieces>(

@@ -14,11 +14,6 @@ EP_FN int64_t chosen_expert(const LowLatencyDispatchArgs& args, int token, int k
                                  : static_cast<const int32_t*>(args.topk_idx)[i];
 }
 
-// Whether an id is that of one of `count` experts from `first` on.
-EP_FN bool is_within(int32_t id, int first, int count) {
-    return static_cast<uint32_t>(id) - static_cast<uint32_t>(first) < static_cast<uint32_t>(count);
-}
-
 EP_FN int tokens_of_chunk(const LowLatencyDispatchArgs& args, int chunk) {
     const int left = args.num_tokens - 32 * chunk;
     return left < 0 ? 0 : left < 32 ? left : 32;

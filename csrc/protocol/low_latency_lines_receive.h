@@ -19,7 +19,10 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
                 const int word = first + lane;
                 return chosen_word(call, word / chunks, call.heap().words().present(word % chunks));
             },
-            [&](int lane, int, uint32_t bits) { call.args.layout.present(first + lane) = bits; });
+            [&](int lane, int, uint32_t bits) {
+                const int word = first + lane;
+                call.args.layout.present(word) = bits & call.heap().tokens_of_chunk(word % chunks);
+            });
         if (!here) return false;
     }
     return true;
@@ -74,7 +77,8 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
         },
         [&](int lane, int i, uint32_t value) {
             if (i == source + chunk) value &= (uint32_t{1} << token % 32) - 1;
-            before[lane] += i < source ? static_cast<int>(value) : popcount(value);
+            before[lane] =
+                sum_of(before[lane], i < source ? static_cast<int>(value) : popcount(value));
         });
     if (!counted) return false;
     warp.lanes(topk, [&](int lane) {
@@ -136,13 +140,19 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
     const LowLatencyDispatchArgs& args = call.args;
     const ChoiceWords numbers = args.heap.words();
     if (!count_wait_for_words(warp, call)) return false;
-    const bool started = find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
-        warp.lanes(lanes, [&](int lane) { rows[lane] = 0; });
-        return read_words(
-            warp, call, Wait::Choices, lanes, call.world(),
-            [&](int lane, int rank) { return chosen_word(call, rank, numbers.rows(first + lane)); },
-            [&](int lane, int, uint32_t value) { rows[lane] += static_cast<int>(value); });
-    });
+    const bool started =
+        find_starts(warp, args, team, [&](int first, int lanes, auto& rows, auto& most) {
+            warp.lanes(lanes, [&](int lane) { rows[lane] = 0; });
+            return read_words(
+                warp, call, Wait::Choices, lanes, call.world(),
+                [&](int lane, int rank) {
+                    return chosen_word(call, rank, numbers.rows(first + lane));
+                },
+                [&](int lane, int rank, uint32_t value) {
+                    rows[lane] = sum_of(rows[lane], static_cast<int>(value));
+                    most[lane] = larger_count(most[lane], value, rank);
+                });
+        });
     if (!started || (notes_starts(team) && !note_present_words(warp, call))) return false;
     const RowPlaces places(args, team);
     // Own rows are there first.
@@ -154,7 +164,9 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
                 [&](int lane, int) {
                     return chosen_word(call, rank[lane], numbers.present(token[lane] / 32));
                 },
-                [&](int lane, int, uint32_t value) { bits[lane] = value; });
+                [&](int lane, int, uint32_t value) {
+                    bits[lane] = value & args.heap.tokens_of_chunk(token[lane] / 32);
+                });
         },
         [&](int source, int token, const Lines& lines) {
             return receive_lines_of(warp, call, places, source, token, lines);

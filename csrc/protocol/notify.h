@@ -4,6 +4,7 @@
 #include "exec/warp.h"
 #include "fabric/fabric.h"
 #include "protocol/counts.h"
+#include "protocol/layout.h"
 
 namespace ep {
 
@@ -99,13 +100,15 @@ EP_FN void tell_host(W& warp, const NotifyArgs& args) {
 }
 
 // Gives this rank's experts their room, one after the other, a lane each: count_of(lane, expert) is
-// how many rows it gets, place(lane, expert, start) is told where. Returns where the last one ends.
+// how many rows it gets, place(lane, expert, start) is told where. Returns where the last one ends,
+// or -1 if a count is negative or int32 cannot hold a sum.
 template <WarpLike W, class CountOf, class Place>
 EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Place&& place) {
     const Layout& layout = args.layout;
     const int local_experts = layout.local_experts();
-    typename W::template PerLane<int> rows;
+    typename W::template PerLane<int> rows, sign;
     int expert_rows = 0;
+    uint32_t wrong = 0;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
@@ -115,16 +118,19 @@ EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Pla
                              ? args.expert_capacity
                              : static_cast<int>(align_up(count, args.expert_alignment));
             args.tell_expert(first + lane, rows[lane]);
+            sign[lane] = count | rows[lane];
         });
         const int total = warp.exclusive_scan(lanes, rows);
         warp.lanes(lanes, [&](int lane) {
-            const int start = expert_rows + rows[lane];
+            const int start = sum_of(expert_rows, rows[lane]);
             layout.expert_start(first + lane) = start;
             place(lane, first + lane, start);
+            sign[lane] |= start;
         });
-        expert_rows += total;
+        expert_rows = sum_of(expert_rows, total);
+        wrong |= warp.ballot(lanes, [&](int lane) { return (sign[lane] | expert_rows) < 0; });
     }
-    return expert_rows;
+    return wrong ? -1 : expert_rows;
 }
 
 // Where the rows of each rank start: expert after expert, rank after rank. Returns where they end.
@@ -137,16 +143,19 @@ EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
     return place_experts(
         warp, args,
         [&](int lane, int expert) {
-            int count = 0;
+            int count = 0, sign = 0;
             for (int rank = 0; rank < Counts::kSize; ++rank)
                 counts[lane].values[rank] = rank < world ? told_by(rank, expert) : 0;
-            for (const int32_t value : counts[lane].values) count += value;
-            return count;
+            for (const int32_t value : counts[lane].values) {
+                count = sum_of(count, value);
+                sign |= value | count;
+            }
+            return sign < 0 ? -1 : count;
         },
         [&](int lane, int expert, int start) {
             for (int rank = 0; rank < Counts::kSize; ++rank) {
                 if (rank < world) layout.expert_base(rank)[expert] = start;
-                start += counts[lane].values[rank];
+                start = sum_of(start, counts[lane].values[rank]);
             }
         });
 }
@@ -160,6 +169,7 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
     const int all_rows = scan_table(
         warp, local_experts, world, [&](int expert, int rank) { return told_by(rank, expert); },
         [&](int expert, int rank, int, int start) { layout.expert_base(rank)[expert] = start; });
+    if (all_rows < 0) return -1;
     int32_t* bases = layout.expert_base(0);
     const int expert_rows = place_experts(
         warp, args,
@@ -173,13 +183,36 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
     move_table(
         warp, world, local_experts,
         [&](int rank, int expert) {
-            return layout.expert_base(last - rank)[expert] + layout.expert_start(expert) -
-                   bases[expert];
+            return sum_of(layout.expert_base(last - rank)[expert],
+                          layout.expert_start(expert) - bases[expert]);
         },
         [&](int rank, int expert, int32_t start) {
             layout.expert_base(last - rank)[expert] = start;
         });
     return expert_rows;
+}
+
+// Counts that no rank can have: of those that count_of(source, item) reads the largest is to blame,
+// where a negative one passes for larger than all others.
+template <WarpLike W, class CountOf, class RankOf>
+EP_FN void refuse_counts(W& warp, const NotifyArgs& args, Wait wait, int sources, int items,
+                         CountOf&& count_of, RankOf&& rank_of) {
+    mark_unknown(warp, args);
+    typename W::template PerLane<int> peer;
+    typename W::template PerLane<uint32_t> most;
+    warp.lanes(1, [&](int lane) {
+        most[lane] = 0;
+        for (int source = 0; source < sources; ++source) {
+            for (int item = 0; item < items; ++item) {
+                const auto count = static_cast<uint32_t>(count_of(source, item));
+                if (source + item > 0 && count <= most[lane]) continue;
+                most[lane] = count;
+                peer[lane] = rank_of(source);
+            }
+        }
+    });
+    warp.fail(Outcome::Mismatch, wait,
+              WaitCondition{warp.broadcast(most, 0), 0, warp.broadcast(peer, 0)});
 }
 
 // Everything that dispatch needs to know: where each source rank's rows start at each expert and
@@ -211,16 +244,21 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int32_t* tokens = fabric.template network<int32_t>(heap.notify_rail(parity, 0)) +
                                 topology.ranks_per_node * heap.rank_counts();
         const int block = static_cast<int>(heap.node_block_bytes() / sizeof(int32_t));
-        rail_rows = scan_table(
-            warp, topology.nodes, channels,
-            [&](int node, int channel) {
-                if (node == topology.node_of(args.rank)) return 0;
-                return tokens[node * block + channel];
-            },
-            [&](int node, int channel, int count, int start) {
-                layout.rail(channel, node) = count;
-                layout.rail_start(channel, node) = start;
-            });
+        auto told_on_rail = [&](int node, int channel) -> int {
+            if (node == topology.node_of(args.rank)) return 0;
+            return tokens[node * block + channel];
+        };
+        rail_rows = scan_table(warp, topology.nodes, channels, told_on_rail,
+                               [&](int node, int channel, int count, int start) {
+                                   layout.rail(channel, node) = count;
+                                   layout.rail_start(channel, node) = start;
+                               });
+        if (rail_rows < 0) {
+            refuse_counts(
+                warp, args, Wait::NotifyRail, topology.nodes, channels, told_on_rail,
+                [&](int node) { return topology.rank(node, topology.local_of(args.rank)); });
+            return false;
+        }
     }
 
     // Of those that arrive: rank after rank, channel after channel.
@@ -238,6 +276,11 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         });
     const int expert_rows = world <= Counts::kSize ? place_rows_of_few(warp, args, told_by)
                                                    : place_rows_of_many(warp, args, told_by);
+    if ((received_rows | expert_rows) < 0) {
+        refuse_counts(warp, args, Wait::NotifyNode, world, local_experts + channels, told_by,
+                      [](int rank) { return rank; });
+        return false;
+    }
     warp.lanes(1, [&](int) {
         layout.expert_start(local_experts) = expert_rows;
         layout.totals().received_rows = received_rows;

@@ -366,7 +366,10 @@ class RankGroup(OfOneProcess):
         if outcome == "timeout":
             root = blame.root(rank, statuses, self._fate_of, self._unheard)
             return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
-        told = [i["peer"] for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
+        incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
+        told = [i["peer"] for i in incidents]
+        if outcome == "mismatch" and incidents and incidents[0]["waiting_for"] != "nothing":
+            return f"rank {rank} was sent counts of rows that no rank can have, by rank {told[0]}"
         if outcome == "cut_off":
             by = f"rank {told[0]}" if told else "another rank"
             return f"rank {rank} came too late: {by} took it for dead, has masked it and goes on without it"
