@@ -239,7 +239,7 @@ def _nccl_memory(
     memory, besides = rendezvous.agree(take, seconds)
     if common:
         return memory, "the communicator of an earlier buffer"
-    return memory, f"a communicator of its own, {besides / 2**20:.1f} MiB beside the heap"
+    return memory, f"a separate communicator, {besides / 2**20:.1f} MiB in addition to the heap"
 
 
 def _new_id(rendezvous: StoreRendezvous, library: Any) -> bytes:

@@ -386,7 +386,7 @@ def catch_up() -> None:
         try:
             work()
         except Exception as error:
-            log.error("a buffer of megatron_ep that nobody closed could not be closed: %s", error)
+            log.error("a buffer of megatron_ep that was never closed could not be closed: %s", error)
         del work  # which has what is given back now
     for name in MODULES:
         module: Any = sys.modules.get(name)

@@ -104,7 +104,9 @@ class News:
             try:
                 self._look()
             except ValueError as error:
-                log.warning("the store of torch.distributed holds what no rank has told of a failure: %s", error)
+                log.warning(
+                    "the store of torch.distributed holds a report of a failure that no rank has written: %s", error
+                )
                 return
             except Exception as error:
                 log.debug("no more news of other ranks: %s", error)

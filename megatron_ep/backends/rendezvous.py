@@ -123,7 +123,7 @@ class StoreRendezvous:
         Raises:
             ValueError, EPError: the step's own.
             EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come; with the
-                key, when the store holds what no rank has told.
+                key, if the store holds a value that no rank has written.
         """
         assert self._name or not self.exchanges, "after a first exchange that failed there must be another rendezvous"
         self.exchanges += 1
@@ -444,7 +444,7 @@ class StoreRendezvous:
 
     def _foreign(self, name: object, why: str) -> EPError:
         key = f"{self._place.name}/{self._name}/{self._key(name)}"
-        return EPError(f"the store of torch.distributed holds at key {key} what no rank has told: {why}")
+        return EPError(f"the store of torch.distributed holds at key {key} a value that no rank has written: {why}")
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.world_size) if not self._is_there(rank)]

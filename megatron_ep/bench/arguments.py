@@ -59,7 +59,7 @@ def shape(text: str) -> tuple[int, int]:
 def add_tokens(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """--tokens, one number or several."""
     default = {"nargs": "+", "default": [4096]} if several else {"default": 4096}
-    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a rank (4096)", **default)
+    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens per rank (4096)", **default)
 
 
 def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> None:

@@ -96,7 +96,7 @@ def add_arguments(
     many_tokens: bool = False,
 ) -> None:
     """Settings, several values of each, sizes and rounds, with these defaults."""
-    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="per rank (%(default)s)")
     parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
     parser.add_argument(
         "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"

@@ -90,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(COMMAND, description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", type=positive, metavar="W", help="all on one GPU (a rank on each; 8 if it is one)")
-    parser.add_argument("--num-sms", nargs="+", type=positive, default=[16, 24, 32], help="of a rank (%(default)s)")
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=[16, 24, 32], help="per rank (%(default)s)")
     parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 32, 128], metavar="T", help="(%(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=128, help="of a rank (%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="per rank (%(default)s)")
     add_sizes(parser, hidden=7168, experts=256)
     add_rounds(parser, warmup=5, iters=30)
     arguments = parser.parse_args(argv)

@@ -172,7 +172,7 @@ def add(report: Report, case: layer.Case, by_rank: Sequence[Measured]) -> None:
     ]
     report.add("half a round trip", pings, WHAT | PERCENTILES | relative("/ plain", "plain_tcp", pings))
     idle = max(rank.idle for rank in by_rank)
-    report.say(f"\nwhile nobody sends, a rank's thread for the network takes {100 * idle:.2f} % of a core")
+    report.say(f"\nwhile nothing is sent, a rank's network thread takes {100 * idle:.2f} % of a core")
     report.keep([make_record(case, "idle", "thread", [rank.idle for rank in by_rank], 0)])
 
 

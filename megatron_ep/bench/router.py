@@ -49,7 +49,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
     parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
     add_rounds(parser, warmup=3, iters=15)
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
+    parser.add_argument("--no-compile", action="store_true", help="omit torch.compile, which takes a minute")
     usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
     arguments = parser.parse_args(argv)

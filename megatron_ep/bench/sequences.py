@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(COMMAND, description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     parser.add_argument("--ranks", type=positive, metavar="W", help="processes, with --device cpu (2)")
-    parser.add_argument("--tokens", type=positive, default=1 << 16, metavar="T", help="of a rank (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=1 << 16, metavar="T", help="per rank (%(default)s)")
     parser.add_argument(
         "--documents",
         type=positive,

@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ep", metavar="N", help="ranks that share the experts, or several: 8,64 (as recorded)")
     parser.add_argument("--node", type=int, metavar="G", help="of these, in a node (as recorded, or up to 8)")
-    parser.add_argument("--first-step", type=int, metavar="N", help="leave out the steps before (none)")
-    parser.add_argument("--slots", default="1,2,4", metavar="S", help="places for copies on a rank (%(default)s)")
+    parser.add_argument("--first-step", type=int, metavar="N", help="omit the steps before (none)")
+    parser.add_argument("--slots", default="1,2,4", metavar="S", help="copies that fit on a rank (%(default)s)")
     parser.add_argument(
         "--window", type=int, default=100, metavar="N", help="steps over which loads are averaged (%(default)s)"
     )

@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     plan.add_argument("--hidden", type=int, default=7168, help="H, of bf16 rows (%(default)s)")
     plan.add_argument("--topk", type=int, default=8, help="K (%(default)s)")
     plan.add_argument("--experts", type=int, help="E (the least multiple of the ranks from 256 on)")
-    plan.add_argument("--max-tokens", type=int, default=4096, help="T of a rank (%(default)s)")
-    plan.add_argument("--max-recv-tokens", type=int, help="R, rows of a rank (T * K)")
+    plan.add_argument("--max-tokens", type=int, default=4096, help="T, tokens per rank (%(default)s)")
+    plan.add_argument("--max-recv-tokens", type=int, help="R, rows per rank (T * K)")
     plan.add_argument("--num-sms", type=int, help="Config.num_sms")
     plan.add_argument("--channels", type=int, help="Tuning.channels")
     plan.add_argument("--time", action="store_true", help="what dispatch and combine would take, too; takes seconds")
@@ -185,7 +185,7 @@ def _read(store: Any, key: str, kind: Any) -> Any:
 
 
 def _foreign(key: str, why: str) -> RuntimeError:
-    return RuntimeError(f"the store holds at key {key!r} what no rank has told: {why}")
+    return RuntimeError(f"the store holds at key {key!r} a value that no rank has written: {why}")
 
 
 def _wait(store: Any, keys: list[str], timeout: timedelta) -> set[int]:

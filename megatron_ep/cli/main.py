@@ -23,15 +23,15 @@ Megatron-Core MoE training through compiled expert-parallel dispatch.
 commands:
   train    train a model from a recipe
   recipe   show a recipe as flags, environment, torchrun line or Slurm script
-  check    gradients, and this dispatcher against Megatron's, on this machine or between the ranks of a job
-  bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
-  env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
-           a buffer of many nodes would take
-  simulate what dispatch and combine would take on clusters that are not at hand
-  balance  how evenly the tokens of a recorded run fell on its ranks, and what copies of hot experts would gain
-  sequences  what balancing the attention of documents over ranks would gain and move
+  check    compare gradients with torch and this dispatcher with Megatron's, on this machine or in a job
+  bench    time dispatch and combine, compared with Megatron's dispatcher and a memory copy
+  env      report versions, compilers, extension and devices; or in what ranks differ; or what a buffer of many
+           nodes would take
+  simulate predict dispatch and combine times on clusters that you do not have
+  balance  report how evenly the experts of a recorded run were loaded, and what copies of hot ones would gain
+  sequences  report what balancing the attention of documents over ranks would gain and move
 
-megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
+megatron-ep COMMAND --help shows the options, megatron-ep --version the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

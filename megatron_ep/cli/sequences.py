@@ -83,15 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, required=True, metavar="W", help="ranks that share the documents")
     parser.add_argument("--block", type=int, default=128, metavar="N", help="cut at multiples of N rows (default: 128)")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="no rank sends or receives more (default: no bound)")
-    parser.add_argument("--query-heads", type=int, default=64, metavar="N", help="of a rank (default: 64)")
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="of a rank (default: 8)")
+    parser.add_argument("--query-heads", type=int, default=64, metavar="N", help="per rank (default: 64)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="per rank (default: 8)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="width of a head (default: 128)")
     parser.add_argument("--picture", metavar="FILE", help="draw each rank's load before and after, as PNG, SVG or PDF")
     times = parser.add_argument_group("what moving takes", "The protocol in virtual time, as `megatron-ep simulate`.")
     times.add_argument("--predict", action="store_true", help="print it")
     times.add_argument("--ranks-per-node", type=int, metavar="N", help="(all of them: one node)")
     times.add_argument("--machine", help="machine file, or the name of one that comes along (as of `simulate`)")
-    times.add_argument("--num-sms", type=int, metavar="N", help="SMs of a rank that move rows (half of a GPU)")
+    times.add_argument("--num-sms", type=int, metavar="N", help="SMs per rank that move rows (half of a GPU)")
     times.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
     return parser
 

@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-ep simulate",
-        description="Predicts what dispatch (its layout known) and combine take on GPUs that are not at hand, and the "
+        description="Predicts what dispatch (its layout known) and combine take on GPUs that you do not have, and the "
         "exchange of counts before a dispatch (notify): runs the protocol's own roles in virtual time. Does not "
-        "simulate the host's part, what runs beside, nor congestion between the cards. Needs no GPU.",
+        "simulate the host's part, what runs in parallel, nor congestion between the cards. Needs no GPU.",
         epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
     )
     parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     case = parser.add_argument_group("case")
     case.add_argument("--mode", default="normal", help="normal or low-latency (%(default)s)")
-    case.add_argument("--tokens", type=int, metavar="T", help="of a rank (4096; in mode low-latency 128)")
+    case.add_argument("--tokens", type=int, metavar="T", help="per rank (4096; in mode low-latency 128)")
     case.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
     case.add_argument("--topk", type=int, default=8, metavar="K", help="(%(default)s)")
     case.add_argument("--experts", type=int, metavar="E", help="(the least multiple of the ranks from 256 on)")
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
     faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
     faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
-    faults.add_argument("--late", metavar="RANK:US", help="that rank begins so many us later")
+    faults.add_argument("--late", metavar="RANK:US", help="delay that rank by this many us")
     faults.add_argument("--lost", metavar="RANK:N", help="the N-th signal over the network of that rank is lost")
     output = parser.add_argument_group("output")
     output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")

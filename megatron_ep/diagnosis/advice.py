@@ -111,7 +111,7 @@ def _core(version: str, torch: str) -> str | None:
     own = (f"{sys.version_info[0]}.{sys.version_info[1]}", torch.partition("+")[0], version)
     if torch == NONE or own in TRIED:
         return None
-    return f"nobody has run {version} with torch {own[1]} on Python {own[0]} yet: try `megatron-ep check`"
+    return f"{version} has not been tested with torch {own[1]} on Python {own[0]}: try `megatron-ep check`"
 
 
 def _network(report: dict[str, dict[str, Any]], has_gpus: bool) -> str | None:

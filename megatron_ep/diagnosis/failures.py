@@ -95,7 +95,7 @@ def abort_all(reason: str) -> None:
         try:
             group.abort(reason)
         except Exception as error:
-            log.error("a buffer of megatron_ep could not be told to stop: %s", error)
+            log.error("a buffer of megatron_ep could not be stopped: %s", error)
 
 
 @atexit.register

@@ -295,7 +295,7 @@ class RankGroup(OfOneProcess):
             log.error("a buffer of megatron_ep cannot tell whether its last calls failed: %s", error)
         else:
             if failure is not None:
-                log.error("a call of megatron_ep failed and nobody has asked for it: %s", failure)
+                log.error("a call of megatron_ep failed and no call has raised it: %s", failure)
 
     def _unseen_failure(self) -> EPError | None:
         if self._backend is None or self._is_seen:

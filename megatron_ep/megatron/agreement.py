@@ -252,7 +252,7 @@ def _read(store: dist.Store) -> Told | None:
 
 
 def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:
-    """What it returns; None where the store does not answer in time, or holds what no rank has told."""
+    """What it returns; None where the store does not answer in time, or holds a value that no rank has written."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     results: list[T] = []

@@ -81,7 +81,7 @@ class RowLimit:
 
 
 def _log(limit: RowLimit) -> None:
-    failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", limit.reason)
+    failures.log.error("a call of megatron_ep overflowed and no call has raised it: %s", limit.reason)
 
 
 def _running() -> dict[RowLimit, RankGroup]:

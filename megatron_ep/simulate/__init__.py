@@ -1,4 +1,4 @@
-"""What dispatch and combine take on clusters that are not at hand: the protocol's own roles in virtual time.
+"""Predicted times of dispatch and combine on larger clusters: the protocol's own roles in virtual time.
 
 A `Case` says what is simulated, a `Machine` how long things take there, `predict` returns the times. What is not in
 them: docs/simulate.md.

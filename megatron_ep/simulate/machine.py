@@ -128,7 +128,7 @@ def parse(name: str, found: dict[str, Any]) -> Machine:
     except TypeError as error:
         raise ValueError(f"machine {name}: held_out: {error}") from None
     for mode, (median, p90, worst) in MAX_ERROR.items():
-        require(mode in held_out, f"nobody knows how well it predicts: held_out.{mode} is missing")
+        require(mode in held_out, f"its prediction error is unknown: held_out.{mode} is missing")
         off = held_out[mode]
         require(
             off.median <= median and off.p90 <= p90 and off.worst <= worst,

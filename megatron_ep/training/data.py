@@ -92,7 +92,9 @@ def tokenize(path: str | None, cache_dir: Path) -> Corpus:
         try:
             return replace(codec.decode(summary.read_bytes(), Corpus), prefix=prefix)
         except (OSError, ValueError) as error:
-            raise ValueError(f"dataset.cache_dir {cache_dir}: {summary} is not ours, remove it: {error}") from None
+            raise ValueError(
+                f"dataset.cache_dir {cache_dir}: {summary} was not written by megatron-ep, remove it: {error}"
+            ) from None
 
     try:
         directory.mkdir(parents=True, exist_ok=True)

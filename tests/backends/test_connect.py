@@ -115,7 +115,7 @@ def run_different_libraries() -> None:
         assert backend.group.memory.endswith(b"by NCCL")
         assert backend.fabric.name == "nccl"
         assert backend.fabric.reason == (
-            "3 machines; it lacks something on rank 1; a communicator of its own, 64.0 MiB beside the heap"
+            "3 machines; it lacks something on rank 1; a separate communicator, 64.0 MiB in addition to the heap"
         )
     over_host = mock.Mock(return_value=(SimpleNamespace(), "found"))
     with ranks_with("", nvshmem=lacking, nccl=lacking), mock.patch.object(connect.over_host, "connect", over_host):

@@ -246,7 +246,9 @@ def test_news_that_no_rank_has_told_are_none(pages, value: bytes, caplog: pytest
     store = dist.HashStore()
     store.set("news/0", value)
     heard, tells = pages(store)
-    assert within(2, lambda: len(caplog.records) == 2) and "what no rank has told of a failure" in caplog.text
+    assert (
+        within(2, lambda: len(caplog.records) == 2) and "a report of a failure that no rank has written" in caplog.text
+    )
     assert tells.agree(SAID) == SAID and heard.first is None
 
 

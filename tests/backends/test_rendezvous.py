@@ -477,15 +477,18 @@ HOSTILE = [
 @pytest.mark.parametrize(("value", "kind", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])
 def test_a_value_that_no_rank_has_told_is_an_error(ranks, value: bytes, kind: type, why: str) -> None:
     for said in ranks.run(run_hostile_answer, value, kind)[:2]:
-        assert re.search(r"holds at key megatron_ep/.+/[0-9a-f]+/2/2 what no rank has told: ", said) and why in said
+        assert (
+            re.search(r"holds at key megatron_ep/.+/[0-9a-f]+/2/2 a value that no rank has written: ", said)
+            and why in said
+        )
         assert len(said) < 400
 
 
 def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
-    assert all("2/2 what no rank has told" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
+    assert all("2/2 a value that no rank has written" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
     both = pickle.dumps([pickle.dumps((None, Bomb(str(tmp_path / "ran"))))] * W)
-    assert all("2/all what no rank has told" in said for said in ranks.run(run_hostile_collection, both)[1:])
+    assert all("2/all a value that no rank has written" in said for said in ranks.run(run_hostile_collection, both)[1:])
     assert not (tmp_path / "ran").exists()
     pickle.loads(bomb)
     assert (tmp_path / "ran").exists(), "the bomb works"
@@ -493,7 +496,9 @@ def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
 
 def test_answers_of_other_ranks_than_these(ranks) -> None:
     for value in (codec.encode([b"1"] * (W + 1)), b'{"a": 1}', b"null"):
-        assert all("2/all what no rank has told" in said for said in ranks.run(run_hostile_collection, value)[1:])
+        assert all(
+            "2/all a value that no rank has written" in said for said in ranks.run(run_hostile_collection, value)[1:]
+        )
 
 
 def run_hostile_verdict() -> str:

@@ -106,7 +106,7 @@ def test_nobody_waits_for_ever(report):
 def test_a_report_that_no_rank_has_told(report, told):
     store = dist.HashStore()
     store.set("report 1", told)
-    with pytest.raises(RuntimeError, match="holds at key 'report 1' what no rank has told"):
+    with pytest.raises(RuntimeError, match="holds at key 'report 1' a value that no rank has written"):
         all_ranks.exchange(store, 0, 2, report, timedelta(seconds=5))
 
 
@@ -114,7 +114,7 @@ def test_a_report_that_no_rank_has_told(report, told):
 def test_a_verdict_that_no_rank_has_told(report, told):
     store = dist.HashStore()
     store.set("comparison", told)
-    with pytest.raises(RuntimeError, match="holds at key 'comparison' what no rank has told"):
+    with pytest.raises(RuntimeError, match="holds at key 'comparison' a value that no rank has written"):
         all_ranks.exchange(store, 1, 2, report, timedelta(seconds=5))
 
 

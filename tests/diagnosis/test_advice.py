@@ -105,8 +105,8 @@ def test_what_was_built_for_a_gpu(architectures: str, capability: str, runs: boo
 @pytest.mark.parametrize(
     ("torch_version", "core", "topic", "words"),
     [
-        ("2.13.0+cu130", "0.17.1", "megatron-core", f"nobody has run 0.17.1 with torch 2.13.0 on Python {PYTHON}"),
-        ("2.14.0a0+nv26.1", "0.16.1", "megatron-core", "nobody has run 0.16.1 with torch 2.14.0a0"),
+        ("2.13.0+cu130", "0.17.1", "megatron-core", f"0.17.1 has not been tested with torch 2.13.0 on Python {PYTHON}"),
+        ("2.14.0a0+nv26.1", "0.16.1", "megatron-core", "0.16.1 has not been tested with torch 2.14.0a0"),
         ("2.13.0+cu130", "not installed", "megatron-core", "pip install"),
         ("2.13.0+cu130", "0.16.0", "megatron-core", "0.16.0 is not supported: 0.16.1 or later, before 0.20"),
         ("2.13.0+cu130", "0.20.0", "megatron-core", "not supported"),

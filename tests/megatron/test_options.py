@@ -152,7 +152,7 @@ def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
         row_limit.clear_behind(rows, torch.tensor([1, 1]))
         assert rows[:2].isnan().all() and not rows[2].any()
         failures.report_unseen()
-        assert "overflowed and nobody has asked for it: the rows were too few" in caplog.text
+        assert "overflowed and no call has raised it: the rows were too few" in caplog.text
         with pytest.raises(ep.EPOverflowError, match="the rows were too few: nothing of this step is to be kept"):
             ep.raise_if_failed()
         ep.raise_if_failed()

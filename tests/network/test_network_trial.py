@@ -140,7 +140,7 @@ def test_the_benchmark(ranks, tmp_path, capsys):
         "puts",
         "puts_4_stripes",
         "half a round trip",
-        "while nobody sends",
+        "while nothing is sent",
     ):
         assert name in text
     assert {"8 bytes", "idle", "dispatch"} <= {record["phase"] for record in report.records}

@@ -129,7 +129,7 @@ def drop_prior(part):
         (("[constants.step]", "[constants.poll2]"), "there is no constant poll2"),
         (("origin = ", "origin_of = "), "step must have an origin and a date"),
         (("sms = 132", "sms = 0"), "sms must be an int > 0"),
-        (("[held_out.normal]", "[held_out.usual]"), "nobody knows how well it predicts: held_out.normal"),
+        (("[held_out.normal]", "[held_out.usual]"), "its prediction error is unknown: held_out.normal"),
         (("sms = 132", "sms = ["), "machine .*: "),
         (("[constants.step]", "[other.step]"), "lacks step"),
     ],

@@ -72,7 +72,7 @@ def test_a_cache_that_somebody_else_has_written(tmp_path, summary):
     source.write_text(TEXT)
     corpus = data.tokenize(str(source), tmp_path / "cache")
     Path(corpus.prefix).with_name("corpus.json").write_text(summary)
-    with pytest.raises(ValueError, match=r"corpus\.json is not ours, remove it"):
+    with pytest.raises(ValueError, match=r"corpus\.json was not written by megatron-ep, remove it"):
         data.tokenize(str(source), tmp_path / "cache")
 
 
