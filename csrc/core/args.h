@@ -87,6 +87,8 @@ struct TransferArgs {
     // The nodes but this one, likewise.
     EP_HD int other_nodes() const { return topology().nodes - 1; }
     EP_HD int other_node(int i) const { return (node() + 1 + i) % topology().nodes; }
+    // The rank of this one's rail there.
+    EP_HD int on_rail(int node) const { return topology().rank(node, local()); }
     // Its index among other_node(0), other_node(1), ...; negative: this node.
     EP_HD int place_of_node(int other) const {
         return other < node() ? other - node() - 1 + topology().nodes : other - node() - 1;

@@ -15,20 +15,21 @@ namespace ep {
 //                              others put, and their signals. Elsewhere than own() where the
 //                              network does not reach that
 //   peer<T>(local, offset)     memory of a rank of the same node: plain loads and stores
-//   rail<T>(node, offset)      memory of the rank of this rail on another node: plain stores. Only
-//                              where kMapsRail
-//   put(warp, channel, node, dst, src, bytes)
+//   kMapsAll                   whether every rank's memory is mapped: then a kernel has no code
+//                              for others
+//   at<T>(rank, offset)        memory of a rank, only where it is mapped: plain loads and stores
+//   put_to(warp, channel, rank, dst, src, bytes)
 //                              one-sided write to that rank. `src` lies in network() and must not
 //                              change before the reader has acknowledged the data: a put
 //                              may read it late
-//   put_signal(warp, channel, node, flag, from, to)
+//   signal_to(warp, channel, rank, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
 //                              `to`; a fabric may set it, or add to it. Visibility of the flag
 //                              implies that of all puts of this warp in this call before it on that
-//                              (channel, node), and of all stores to the rail that this warp wrote
+//                              (channel, rank), and of all stores to that rank that this warp made
 //                              or acquired
 //   kOrdersWarps               whether that also holds for puts of other warps and earlier calls
-//   put_credit(warp, channel, node, flag, from, to)
+//   credit_to(warp, channel, rank, flag, from, to)
 //                              the same for reads: visibility of the flag implies that this warp,
 //                              and those that it acquired from, are done reading. Not ordered with
 //                              puts, nor with other credits. So a fabric may set the flag, instead
@@ -36,7 +37,7 @@ namespace ep {
 //                              old one could undo a new one
 //   acquire_signal<W>(channel, flag)
 //                              by a lane: an acquire load of this rank's flag, which pairs with
-//                              put_signal and put_credit
+//                              signal_to and credit_to
 template <class F, class W>
 concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
@@ -44,10 +45,11 @@ concept FabricLike =
         { fabric.template network<uint64_t>(offset) } -> std::same_as<uint64_t*>;
         { fabric.template peer<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
         { F::kOrdersWarps } -> std::convertible_to<bool>;
-        requires !F::kMapsRail || requires { fabric.template rail<uint64_t>(0, offset); };
-        fabric.put(warp, 0, 0, offset, offset, offset);
-        fabric.put_signal(warp, 0, 0, offset, from, to);
-        fabric.put_credit(warp, 0, 0, offset, from, to);
+        { F::kMapsAll } -> std::convertible_to<bool>;
+        { fabric.template at<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
+        fabric.put_to(warp, 0, 0, offset, offset, offset);
+        fabric.signal_to(warp, 0, 0, offset, from, to);
+        fabric.credit_to(warp, 0, 0, offset, from, to);
         { fabric.template acquire_signal<W>(0, offset) } -> std::same_as<uint64_t>;
     };
 
@@ -73,17 +75,11 @@ struct FirstChannel {
     EP_FN int operator()(int) const { return 0; }
 };
 
-// What the low-latency mode, which knows no rails, asks of a fabric besides.
+// What the low-latency mode asks of a fabric besides.
 //
 //   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
 //                              the heap says whether it does
-//   kMapsAll                   whether maps() is true of every rank: then a kernel has no code
-//                              for others
 //   maps(rank)                 whether this rank stores to that rank's memory
-//   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
-//   put_to, signal_to, credit_to
-//                              as above, to any rank. To one whose memory is mapped signals and
-//                              credits are stores, and puts are not needed
 //   put_each(warp, lanes, rank, channel_of, dst, src, bytes)
 //                              of each lane in the mask a put to rank[lane] from src[lane], all of
 //                              at most 1 GB, to different ranks to which no memory is mapped, over
@@ -100,12 +96,7 @@ concept ReachesAllRanks =
                                  typename W::template PerLane<size_t>& offsets,
                                  typename W::template PerLane<uint64_t>& numbers) {
         { F::kKeepsLines } -> std::convertible_to<bool>;
-        { F::kMapsAll } -> std::convertible_to<bool>;
         { fabric.maps(0) } -> std::same_as<bool>;
-        { fabric.template at<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
-        fabric.put_to(warp, 0, 0, offset, offset, offset);
-        fabric.signal_to(warp, 0, 0, offset, from, to);
-        fabric.credit_to(warp, 0, 0, offset, from, to);
         fabric.put_each(warp, uint32_t{1}, ranks, FirstChannel{}, offset, offsets, offset);
         fabric.signal_each(warp, 0, uint32_t{1}, FirstChannel{}, offset, numbers, to);
         fabric.credit_each(warp, 0, uint32_t{1}, 0, offset, from, to);

@@ -15,7 +15,6 @@ namespace ep {
 // signal a release store, or both go through a simulated network.
 class HostFabric {
   public:
-    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = true;
     static constexpr bool kMapsAll = false;
@@ -36,30 +35,7 @@ class HostFabric {
 
     template <class T>
     T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(heaps_[topology_.rank(topology_.node_of(rank_), local)] +
-                                    offset);
-    }
-
-    template <class W>
-    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
-        if (network_)
-            return network_->put({rank_, node, channel}, on_rail(node) + dst, own<char>(src),
-                                 bytes);
-        warp.template copy<CacheHint::Keep>(on_rail(node) + dst, own<char>(src), bytes);
-    }
-
-    template <class W>
-    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
-        if (network_) return network_->signal({rank_, node, channel}, target, to - from);
-        warp.template publish<Scope::System>(target, to);
-    }
-
-    template <class W>
-    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
-        if (network_) return network_->credit({rank_, node, channel}, target, to - from);
-        warp.template credit<Scope::System>(target, to);
+        return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
     }
 
     // ---- to any rank: stores within the node, the network between nodes
@@ -126,17 +102,12 @@ class HostFabric {
     }
 
   protected:
-    char* on_rail(int node) const {
-        return heaps_[topology_.rank(node, topology_.local_of(rank_))];
-    }
-
     Topology topology_;
     int rank_;
 
   private:
-    // Apart from those along the rail.
     SimulatedNetwork::Connection connection_to(int rank, int channel) const {
-        return {rank_, topology_.nodes + rank, channel};
+        return {rank_, rank, channel};
     }
 
     std::vector<char*> heaps_;
@@ -147,17 +118,11 @@ class HostFabric {
 // packed in its ring itself, and to the low-latency mode all ranks are near.
 class MappedHostFabric : public HostFabric {
   public:
-    static constexpr bool kMapsRail = true;
     static constexpr bool kMapsAll = true;
 
     using HostFabric::HostFabric;
 
     bool maps(int) const { return true; }
-
-    template <class T>
-    T* rail(int node, size_t offset) const {
-        return reinterpret_cast<T*>(on_rail(node) + offset);
-    }
 };
 
 }  // namespace ep

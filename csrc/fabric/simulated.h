@@ -17,7 +17,7 @@ namespace ep {
 // the signals before it; a credit does so at any time. One thread only.
 class SimulatedNetwork : public Network {
   public:
-    using Connection = std::array<int, 3>;  // source rank, destination node, channel
+    using Connection = std::array<int, 3>;  // source rank, destination rank, channel
 
     // lost_signal: which signal or credit never arrives, counted from 1 over the network's life (0:
     // none).

@@ -63,8 +63,8 @@ EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uin
         const uint64_t room = rings.rdma_slots - (next & (rings.rdma_slots - 1));
         const uint64_t rows = to - next < room ? to - next : room;
         const size_t offset = rings.slot(next, rings.rdma_slots);
-        rings.fabric.put(warp, rings.channel, node, data + offset, staging + offset,
-                         rows * rings.slot_bytes);
+        rings.fabric.put_to(warp, rings.channel, args.on_rail(node), data + offset,
+                            staging + offset, rows * rings.slot_bytes);
         next += rows;
     }
 }
@@ -83,8 +83,9 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
     auto filled = [&](int lane) { return &rings.rdma_out(first_node + lane).next; };
     auto send = [&](int lane, uint64_t from, uint64_t to) {
         const int node = first_node + lane;
-        if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
-        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);
+        if constexpr (!F::kMapsAll) put_rows(warp, rings, node, from, to);
+        fabric.signal_to(warp, channel, args.on_rail(node),
+                         args.heap.rdma_tail(channel, args.node()), from, to);
     };
     follow(warp, Wait::PackedRow, count, args.chunk(), args.rank, put, end, filled, send);
     warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
@@ -103,8 +104,8 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args,
     });
     auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
     auto tell = [&](int lane, uint64_t from, uint64_t to) {
-        fabric.put_credit(warp, channel, first_node + lane,
-                          args.heap.rdma_head(channel, args.node()), from, to);
+        fabric.credit_to(warp, channel, args.on_rail(first_node + lane),
+                         args.heap.rdma_head(channel, args.node()), from, to);
     };
     follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
     warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });

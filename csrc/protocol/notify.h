@@ -43,10 +43,11 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
         warp, 1, layout.channels,
         [&](int, int channel) { return layout.node_tokens(channel, node); },
         [&](int, int channel, int32_t count) { pass_on(topology.ranks_per_node, channel, count); });
-    fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node),
-               heap.notify_staging(parity, node), heap.node_block_bytes());
-    fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1,
-                      args.epoch);
+    const int there = topology.rank(node, topology.local_of(args.rank));
+    fabric.put_to(warp, heap.channels, there, heap.notify_rail(parity, own_node),
+                  heap.notify_staging(parity, node), heap.node_block_bytes());
+    fabric.signal_to(warp, heap.channels, there, heap.notify_rail_flag(own_node), args.epoch - 1,
+                     args.epoch);
 }
 
 // What this rank has to tell, and what its rail told it, of a group of nodes to a rank of its own

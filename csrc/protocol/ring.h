@@ -105,9 +105,9 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_head(channel, node));
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
-        if constexpr (F::kMapsRail) {  // no put follows
-            return fabric.template rail<char>(node,
-                                              args.heap.rdma_data(channel, args.node(), node)) +
+        if constexpr (F::kMapsAll) {  // no put follows
+            return fabric.template at<char>(args.on_rail(node),
+                                            args.heap.rdma_data(channel, args.node(), node)) +
                    slot(position, rdma_slots);
         } else {
             return fabric.template network<char>(

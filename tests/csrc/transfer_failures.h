@@ -103,8 +103,8 @@ inline void run_put(uint64_t seed) {
         if (rank == 0) {
             const size_t staging = c.heap.rdma_staging(0, 1, 0);
             warp.copy<CacheHint::Keep>(fabric.network<char>(staging), row.data(), kBytes);
-            fabric.put(warp, 0, 1, data, staging, kBytes);
-            fabric.put_signal(warp, 0, 1, flag, 0, 1);
+            fabric.put_to(warp, 0, 1, data, staging, kBytes);
+            fabric.signal_to(warp, 0, 1, flag, 0, 1);
             return;
         }
         warp.wait_all(Wait::RdmaRow, 1, [&](int) {
@@ -145,8 +145,8 @@ inline void run_turns(uint64_t seed) {
                 warp.lanes(kPart, [&](int lane) {
                     fabric.network<char>(staging + i * kPart)[lane] = static_cast<char>(i + 1);
                 });
-                fabric.put(warp, 0, 1, data + i * kPart, staging + i * kPart, kPart);
-                fabric.put_signal(warp, 0, 1, flag, 0, 1);
+                fabric.put_to(warp, 0, 1, data + i * kPart, staging + i * kPart, kPart);
+                fabric.signal_to(warp, 0, 1, flag, 0, 1);
             }
         } else if (own == 0) {
             warp.wait_all(Wait::RdmaRow, 1, [&](int) {
@@ -178,7 +178,7 @@ inline void run_lost_turn() {
     simt::run(1, 1, 32, 1, [&] {
         Notify::Fabric fabric(joint.fabric, 0);
         DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
-        fabric.put_signal(warp, 0, 1, c.heap.rdma_tail(0, 0), 0, 1);
+        fabric.signal_to(warp, 0, 1, c.heap.rdma_tail(0, 0), 0, 1);
     });
     ptx::end_of_launch();
     const Incident& incident = grid.report(0).incidents[0];
@@ -203,7 +203,7 @@ inline void run_full_queue(uint64_t seed, int carried_out) {
         Notify::Fabric fabric(joint.fabric, 0);
         DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
         const size_t data = c.heap.rdma_data(0, 0, 1), staging = c.heap.rdma_staging(0, 1, 0);
-        for (int i = 0; i <= depth + carried_out; ++i) fabric.put(warp, 0, 1, data, staging, 16);
+        for (int i = 0; i <= depth + carried_out; ++i) fabric.put_to(warp, 0, 1, data, staging, 16);
     });
     ptx::end_of_launch();
     const Incident& incident = grid.report(0).incidents[0];

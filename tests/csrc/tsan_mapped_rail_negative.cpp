@@ -9,8 +9,8 @@ namespace {
 struct RelaxedSignals : MappedHostFabric {
     using MappedHostFabric::MappedHostFabric;
     template <class W>
-    void put_signal(W&, int, int node, size_t flag, uint64_t, uint64_t to) {
-        std::atomic_ref<uint64_t>(*rail<uint64_t>(node, flag)).store(to, std::memory_order_relaxed);
+    void signal_to(W&, int, int rank, size_t flag, uint64_t, uint64_t to) {
+        std::atomic_ref<uint64_t>(*at<uint64_t>(rank, flag)).store(to, std::memory_order_relaxed);
     }
 };
 

@@ -49,19 +49,20 @@ LAST_COMPLETED = """return posted - static_cast<uint16_t>(static_cast<uint16_t>(
                                               Completion::entry_of(word));"""
 QUEUE_ACQUIRE = "return W::template acquire<Scope::System>(network<uint64_t>(flag));"
 RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();"
-ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
-        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);"""
+ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsAll) put_rows(warp, rings, node, from, to);
+        fabric.signal_to(warp, channel, args.on_rail(node),
+                         args.heap.rdma_tail(channel, args.node()), from, to);"""
 HAS_ENDED = "return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));"
-PUT_SIGNAL = "warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);"
-PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);"
+SIGNAL_TO = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
+CREDIT_TO = "warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);"
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 LL_QUEUE = ("low_latency_queue",)
 
 MUTANTS = [
     # ---- between nodes
-    changed("p2p put_signal: the rank's scope", P2P, PUT_SIGNAL, SYSTEM, RANK),
-    changed("p2p put_signal: a credit", P2P, PUT_SIGNAL, "publish<", "credit<"),
-    changed("p2p put_credit: the rank's scope", P2P, PUT_CREDIT, SYSTEM, RANK),
+    changed("p2p signal_to: the rank's scope", P2P, SIGNAL_TO, SYSTEM, RANK),
+    changed("p2p signal_to: a credit", P2P, SIGNAL_TO, "publish<", "credit<"),
+    changed("p2p credit_to: the rank's scope", P2P, CREDIT_TO, SYSTEM, RANK),
     changed("p2p acquire_signal: the rank's scope", P2P, ACQUIRE_SIGNAL, SYSTEM, RANK),
     changed("p2p acquire_signal: a plain load", P2P, ACQUIRE_SIGNAL, "W::template acquire<Scope::System>", "*"),
     Mutant("nccl put: no fence", NCCL, "«__threadfence_system();»\n    gin_of(params", programs=("nccl",)),
@@ -249,8 +250,9 @@ MUTANTS = [
         "sender_coordinator: the signal before the rows",
         COORDINATORS,
         ROWS_THEN_SIGNAL,
-        "fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to); "
-        "if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);",
+        "fabric.signal_to(warp, channel, args.on_rail(node), "
+        "args.heap.rdma_tail(channel, args.node()), from, to); "
+        "if constexpr (!F::kMapsAll) put_rows(warp, rings, node, from, to);",
         ("nccl", "nvshmem"),
     ),
     # ---- queues of a card in which ranks post by themselves

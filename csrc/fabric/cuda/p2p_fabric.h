@@ -29,7 +29,6 @@ struct P2pFabricParams {
 
 class P2pFabric {
   public:
-    static constexpr bool kMapsRail = true;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = true;
     static constexpr bool kMapsAll = true;
@@ -49,30 +48,7 @@ class P2pFabric {
 
     template <class T>
     __device__ __forceinline__ T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(heap_of(params_.topology.node_of(rank_), local) + offset);
-    }
-
-    template <class T>
-    __device__ __forceinline__ T* rail(int node, size_t offset) const {
-        return reinterpret_cast<T*>(heap_of(node, params_.topology.local_of(rank_)) + offset);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src,
-                                        size_t bytes) const {
-        warp.template copy<CacheHint::Keep>(rail<char>(node, dst), own<char>(src), bytes);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t,
-                                               uint64_t to) const {
-        warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_credit(W& warp, int, int node, size_t flag, uint64_t,
-                                               uint64_t to) const {
-        warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
+        return at<T>(params_.topology.rank(params_.topology.node_of(rank_), local), offset);
     }
 
     // ---- to any rank
@@ -122,10 +98,6 @@ class P2pFabric {
     }
 
   private:
-    __device__ __forceinline__ char* heap_of(int node, int local) const {
-        return params_.heaps[params_.topology.rank(node, local)];
-    }
-
     const P2pFabricParams& params_;
     int rank_;
     char* own_;

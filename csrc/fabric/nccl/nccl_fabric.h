@@ -100,7 +100,6 @@ __device__ __forceinline__ void nccl_signal_each(const NcclFabricParams& params,
 
 class NcclFabric {
   public:
-    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
@@ -108,8 +107,7 @@ class NcclFabric {
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
         : params_(params),
           node_(params.topology.node_of(rank)),
-          local_(params.topology.local_of(rank)),
-          own_(params.node[local_]) {}
+          own_(params.node[params.topology.local_of(rank)]) {}
 
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
@@ -124,24 +122,6 @@ class NcclFabric {
     template <class T>
     __device__ __forceinline__ T* peer(int local, size_t offset) const {
         return reinterpret_cast<T*>(params_.node[local] + offset);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src,
-                                        size_t bytes) const {
-        put_to(warp, channel, on_rail(node), dst, src, bytes);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_signal(W&, int channel, int node, size_t flag,
-                                               uint64_t from, uint64_t to) const {
-        nccl_signal(params_, channel, on_rail(node), signal(flag), to - from);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_credit(W&, int channel, int node, size_t flag,
-                                               uint64_t from, uint64_t to) const {
-        nccl_signal(params_, channel, on_rail(node), signal(flag), to - from);
     }
 
     template <class W>
@@ -216,15 +196,12 @@ class NcclFabric {
     }
 
   private:
-    __device__ __forceinline__ int on_rail(int node) const {
-        return params_.topology.rank(node, local_);
-    }
     __device__ __forceinline__ uint32_t signal(size_t flag) const {
         return static_cast<uint32_t>(params_.flags.number(flag));
     }
 
     const NcclFabricParams& params_;
-    int node_, local_;
+    int node_;
     char* own_;
 };
 

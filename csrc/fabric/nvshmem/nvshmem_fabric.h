@@ -69,15 +69,12 @@ __device__ __noinline__ inline void nvshmem_add_each(uint64_t* flag, uint64_t in
 
 class NvshmemFabric {
   public:
-    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
 
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
-        : params_(params),
-          node_(params.topology.node_of(rank)),
-          local_(params.topology.local_of(rank)) {}
+        : params_(params), node_(params.topology.node_of(rank)) {}
 
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
@@ -92,25 +89,6 @@ class NvshmemFabric {
     template <class T>
     __device__ __forceinline__ T* peer(int local, size_t offset) const {
         return reinterpret_cast<T*>(params_.node[local] + offset);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src,
-                                        size_t bytes) const {
-        put_to(warp, channel, on_rail(node), dst, src, bytes);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t from,
-                                               uint64_t to) const {
-        warp.finish_writes();
-        nvshmem_add(own<uint64_t>(flag), to - from, on_rail(node), params_.needs_fence);
-    }
-
-    template <class W>
-    __device__ __forceinline__ void put_credit(W&, int, int node, size_t flag, uint64_t from,
-                                               uint64_t to) const {
-        nvshmem_add(own<uint64_t>(flag), to - from, on_rail(node), false);
     }
 
     template <class W>
@@ -181,12 +159,8 @@ class NvshmemFabric {
     }
 
   private:
-    __device__ __forceinline__ int on_rail(int node) const {
-        return params_.topology.rank(node, local_);
-    }
-
     const NvshmemFabricParams& params_;
-    int node_, local_;
+    int node_;
 };
 
 #endif

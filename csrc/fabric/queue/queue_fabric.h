@@ -55,7 +55,6 @@ class FabricOfQueues {
   public:
     using Params = QueueNetwork<kMayHaveCards>;
     using Queue = AnySendQueue<kMayHaveCards>;
-    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
@@ -78,25 +77,6 @@ class FabricOfQueues {
     template <class T>
     EP_FN T* network(size_t offset) const {
         return reinterpret_cast<T*>(params_.network + address(offset));
-    }
-
-    template <class W>
-    EP_FN void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) const {
-        put_to(warp, channel, on_rail(node), dst, src, bytes);
-    }
-
-    template <class W>
-    EP_FN void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from,
-                          uint64_t to) const {
-        const int rank = on_rail(node);
-        params_.queues.puts(channel, rank).post_add(warp, rank, address(flag), to - from);
-    }
-
-    template <class W>
-    EP_FN void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from,
-                          uint64_t to) const {
-        const int rank = on_rail(node);
-        params_.queues.credits(channel, rank).post_add(warp, rank, address(flag), to - from);
     }
 
     template <class W>
@@ -183,7 +163,6 @@ class FabricOfQueues {
             });
     }
 
-    EP_FN int on_rail(int node) const { return params_.topology.rank(node, local_); }
     EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }
 
     const Params& params_;

@@ -25,7 +25,6 @@ struct LowLatencyImages {
 // (images.h).
 class VirtualLowLatencyFabric {
   public:
-    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
     static constexpr bool kKeepsLines = false;  // rows have flags, where GPUs have lines, too
     static constexpr bool kMapsAll = false;
@@ -62,19 +61,6 @@ class VirtualLowLatencyFabric {
     template <class W>
     uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(at<uint64_t>(rank_, flag));
-    }
-
-    template <class W>
-    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
-        put_to(warp, channel, on_rail(node), dst, src, bytes);
-    }
-    template <class W>
-    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        signal_to(warp, channel, on_rail(node), flag, from, to);
-    }
-    template <class W>
-    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        credit_to(warp, channel, on_rail(node), flag, from, to);
     }
 
     template <class W>
@@ -119,7 +105,6 @@ class VirtualLowLatencyFabric {
     }
 
   private:
-    int on_rail(int node) const { return topology_.rank(node, topology_.local_of(rank_)); }
     NodeImage image_of(int rank) const {
         return NodeImage::of(topology_, images_.simulated, topology_.node_of(rank_),
                              topology_.node_of(rank));

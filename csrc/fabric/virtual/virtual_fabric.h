@@ -27,7 +27,7 @@ struct NodeImages {
 template <bool kMapped>
 class VirtualFabric {
   public:
-    static constexpr bool kMapsRail = kMapped;
+    static constexpr bool kMapsAll = kMapped;
     static constexpr bool kOrdersWarps = kMapped;
 
     // charges_loads: what a lane reads of its own heap takes time (see VirtualWarp::lanes).
@@ -54,10 +54,8 @@ class VirtualFabric {
         return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
     }
     template <class T>
-    T* rail(int node, size_t offset) const
-        requires kMapped
-    {
-        return at<T>(topology_.rank(node, topology_.local_of(rank_)), offset);
+    T* at(int rank, size_t offset) const {
+        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
     }
     template <class W>
     uint64_t acquire_signal(int, size_t flag) const {
@@ -66,11 +64,12 @@ class VirtualFabric {
     }
 
     template <class W>
-    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
+    void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
         if constexpr (kMapped) {
-            warp.template copy<CacheHint::Keep>(rail<char>(node, dst), own<char>(src), bytes);
+            warp.template copy<CacheHint::Keep>(at<char>(rank, dst), own<char>(src), bytes);
         } else {
             warp.finish_writes();
+            const int node = topology_.node_of(rank);
             const Image image = image_of(node);
             const Heap& heap = images_.heap;
             const bool is_rows = dst >= heap.rdma_data(0, 0, 1);
@@ -85,20 +84,20 @@ class VirtualFabric {
         }
     }
     template <class W>
-    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+    void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
         if constexpr (kMapped) {
-            warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);
+            warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
         } else {
             warp.finish_writes();
-            post_flag(warp, channel, node, flag, to - from);
+            post_flag(warp, channel, topology_.node_of(rank), flag, to - from);
         }
     }
     template <class W>
-    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+    void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
         if constexpr (kMapped) {
-            warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
+            warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         } else {
-            post_flag(warp, channel, node, flag, to - from);
+            post_flag(warp, channel, topology_.node_of(rank), flag, to - from);
         }
     }
 
@@ -116,10 +115,6 @@ class VirtualFabric {
         return {to, shift, ring(from + shift, to) - ring(from, node)};
     }
 
-    template <class T>
-    T* at(int rank, size_t offset) const {
-        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
-    }
     char* memory(const Image& image) const {
         return cluster_.heaps[topology_.rank(image.node, topology_.local_of(rank_))];
     }
