@@ -432,30 +432,6 @@ class QueueLowLatency(CudaLowLatency):
         blocks: int,
     ) -> None: ...
 
-class CardGroup(CudaGroup):
-    def __init__(
-        self,
-        *,
-        heap: Heap,
-        rank: int,
-        network: QueueHeap,
-        memories: Sequence[DeviceMemory],
-        device: int,
-        num_sms: int,
-        timeout: float,
-    ) -> None: ...
-
-class CardLowLatency(CudaLowLatency):
-    def __init__(
-        self,
-        *,
-        group: CardGroup,
-        heap: LowLatencyHeap,
-        network: QueueHeap,
-        memories: Sequence[DeviceMemory],
-        blocks: int,
-    ) -> None: ...
-
 def try_card(card: Card, device: int) -> None: ...
 def dequantize_cuda(*, rows: int, hidden: int, dtype: int, values: int, scales: int, out: int, stream: int) -> None: ...
 def quantize_cuda(*, rows: int, hidden: int, dtype: int, x: int, values: int, scales: int, stream: int) -> None: ...

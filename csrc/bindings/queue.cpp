@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -48,28 +47,19 @@ std::vector<char*> heaps_of(const Memories& memories) {
     return data;
 }
 
-// How a rank reaches the others, by whoever carries out its queues.
-template <class Params>
-Params fabric_of(const QueueHeap& network, const std::vector<char*>& node) {
-    if constexpr (std::is_same_v<Params, CardFabricParams>)
-        return network.card_fabric(node);
-    else
-        return network.fabric(node);
-}
-
-template <class Params>
-void bind_groups(py::module_& m, const char* group_name, const char* low_latency_name,
-                 const char* what) {
-    using Group = PyCudaGroup<Params>;
-    using LowLatency = PyCudaLowLatency<Params>;
+void bind_groups(py::module_& m) {
+    using Group = PyCudaGroup<QueueFabricParams>;
+    using LowLatency = PyCudaLowLatency<QueueFabricParams>;
     const auto make_group = [](const Heap& heap, int rank, const QueueHeap& network,
                                const Memories& memories, int device, int num_sms, double timeout) {
         const std::vector<char*> node = heaps_of(memories);
-        return std::make_unique<Group>(
-            heap, fabric_of<Params>(network, node), std::vector<int>{rank},
-            std::vector<char*>{node[heap.topology.local_of(rank)]}, node, device, num_sms, timeout);
+        return std::make_unique<Group>(heap, network.fabric(node), std::vector<int>{rank},
+                                       std::vector<char*>{node[heap.topology.local_of(rank)]}, node,
+                                       device, num_sms, timeout);
     };
-    Group::bind(m, group_name, what)
+    Group::bind(m, "QueueGroup",
+                "The rank of a buffer that lives in this process, on a GPU; the heaps of its node "
+                "are mapped here, and a SoftwareNic or a network card carries what goes to others.")
         .def(py::init(make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
              py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
              py::arg("timeout"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
@@ -79,11 +69,11 @@ void bind_groups(py::module_& m, const char* group_name, const char* low_latency
                                      int blocks) {
         const std::vector<char*> node = heaps_of(memories);
         const int rank = group.group().ranks().front();
-        return std::make_unique<LowLatency>(group, heap, fabric_of<Params>(network, node),
+        return std::make_unique<LowLatency>(group, heap, network.fabric(node),
                                             std::vector<char*>{node[heap.topology.local_of(rank)]},
                                             blocks);
     };
-    LowLatency::bind(m, low_latency_name)
+    LowLatency::bind(m, "QueueLowLatency")
         .def(py::init(make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
              py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
@@ -107,13 +97,7 @@ void bind_queue(py::module_& m) {
              py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>());
 
-    bind_groups<QueueFabricParams>(
-        m, "QueueGroup", "QueueLowLatency",
-        "The rank of a buffer that lives in this process, on a GPU; the heaps of its node are "
-        "mapped here, and a SoftwareNic carries what goes to others.");
-    bind_groups<CardFabricParams>(
-        m, "CardGroup", "CardLowLatency",
-        "The same where the GPU hands what goes to other nodes to a network card by itself.");
+    bind_groups(m);
 
     m.def("try_card", &try_card, py::arg("card"), py::arg("device"),
           "Makes a queue of a card's in which a GPU posts, and gives it back. Raises RuntimeError "

@@ -62,7 +62,7 @@ def connect(
         gpus = [info.pci for info in infos]
         cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus=gpus)
         nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, cards=cards)
-        ranks = (_C.CardGroup if direct else _C.QueueGroup)(
+        ranks = _C.QueueGroup(
             heap=heap,
             rank=rendezvous.rank,
             network=_C.QueueHeap(nic=nic, report=report, heap=heap, rank=rendezvous.rank, device=device.index),
@@ -111,8 +111,7 @@ def low_latency(
         network = _C.QueueHeap(
             nic=backend.network.nic, report=backend.report, heap=heap, rank=rendezvous.rank, device=device.index
         )
-        is_direct = isinstance(backend.group, _C.CardGroup)
-        return (_C.CardLowLatency if is_direct else _C.QueueLowLatency)(
+        return _C.QueueLowLatency(
             group=backend.group, heap=heap, network=network, memories=[memories[rank] for rank in node], blocks=blocks
         )
 

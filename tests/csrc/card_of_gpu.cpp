@@ -32,7 +32,7 @@ struct Rank {
         all[rank] = report.data();
         return all;
     }
-    ep::CardFabricParams params() const { return heap.card_fabric({nullptr}); }
+    ep::QueueFabricParams params() const { return heap.fabric({nullptr}); }
     uint64_t word(size_t offset) const {
         return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(params().network + offset))
             .load(std::memory_order_acquire);
@@ -72,7 +72,7 @@ void test_a_gpu_posts(const std::string& file) {
             b.nic.start({{wire.end(1)}, {}});
             for (int channel = 0; channel <= kHeap.channels; ++channel) {
                 const auto queue = a.params().queues.puts(channel, 1);
-                EXPECT(queue.card() && !queue.sleeper);
+                EXPECT(queue.card && !queue.sleeper);
                 a.params().network[64] = static_cast<char>(channel + 1);
                 EXPECT(queue.post_write(warp, 1, 128, 64, 1) && queue.post_add(warp, 1, 8, 1));
                 const uint64_t expected = static_cast<uint64_t>(channel) + 1;
@@ -98,7 +98,7 @@ void test_the_bell_is_where_the_gpu_has_it(const std::string& file) {
         join(a, b);
         const auto queues = a.params().queues;
         for (int channel = 0; channel <= kHeap.channels; ++channel) {
-            const ep::CardQueue& card = *queues.puts(channel, 1).card();
+            const ep::CardQueue& card = *queues.puts(channel, 1).card;
             char* bell = reinterpret_cast<char*>(card.bell) - fake_cuda.registers_at;
             const auto pages = --fake_cuda.registered.upper_bound(bell);
             EXPECT(pages->second.are_registers && bell < pages->first + pages->second.bytes);

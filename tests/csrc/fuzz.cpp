@@ -150,7 +150,7 @@ const char* run_low_latency_over_queues(uint64_t seed, const Fault& fault, bool 
                               kMost);
     SoftwareNetwork network(seed, program.heap, program.heaps, program.states, fault.loss(),
                             masking);
-    std::vector<CardFabric> fabrics;
+    std::vector<QueueFabric> fabrics;
     for (const RankState& state : program.states) fabrics.push_back(network.fabric_of(state.rank));
     if (!masking) return run_low_latency(program, network, fabrics, seed, fault);
     std::mt19937_64 random(~seed);

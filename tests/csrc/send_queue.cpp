@@ -175,7 +175,6 @@ void check_wrap() {
 
 // A queue of a card's: what a driver gives, in rings larger than the queue is deep.
 struct CardMemory {
-    using Queue = AnySendQueue<true>;
     static constexpr uint32_t kNumber = 0xabcdef;
     static constexpr uint32_t kData = 0x11, kFlags = 0x22, kSource = 0x33, kScratch = 0x44;
 
@@ -195,7 +194,7 @@ struct CardMemory {
         card.scratch = {kScratch, 0x1000};
         queue.depth = depth;
         queue.producer = &producer;
-        queue.known_by_card = &card;
+        queue.card = &card;
     }
     CardMemory(const CardMemory&) = delete;
 
@@ -213,7 +212,7 @@ struct CardMemory {
     uint64_t doorbell = 0, bell = 0;
     QueueProducer producer{};
     CardQueue card{};
-    Queue queue{};
+    SendQueue queue{};
 };
 
 // Sees each bell when it rings.
@@ -225,7 +224,7 @@ struct BellWarp : HelpingWarp {
     void publish(uint64_t* word, uint64_t value) {
         SpinningWarp::publish<scope>(word, value);
         if (word != &memory->bell) return;
-        const CardMemory::Queue& queue = memory->queue;
+        const SendQueue& queue = memory->queue;
         const uint16_t rung = memory->rung_with(), end = SendQueue::end_of(memory->doorbell);
         require(static_cast<uint16_t>(rung + 1) == end, "the bell rings before its record");
         require(value == memory->entries[rung & memory->card.last_entry].begin(),
@@ -240,7 +239,7 @@ struct BellWarp : HelpingWarp {
 void check_card_wrap() {
     for (uint32_t depth = 2; depth <= 8; depth *= 2) {
         CardMemory memory(depth);
-        const CardMemory::Queue& queue = memory.queue;
+        const SendQueue& queue = memory.queue;
         uint64_t taken = 0;
         BellWarp warp;
         warp.memory = &memory;

@@ -129,7 +129,7 @@ class SoftwareNetwork : public Network {
         for (const auto& nic : nics_) nic->start_stepped(std::vector<SoftwareNic::Links>(world()));
     }
 
-    CardFabric fabric_of(int rank) const { return {queues_[rank]->params(), rank}; }
+    QueueFabric fabric_of(int rank) const { return {queues_[rank]->params(), rank}; }
 
     // New connections: what was under way, or posted, is lost.
     void clear() {

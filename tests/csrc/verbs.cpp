@@ -404,7 +404,7 @@ struct SmallRings {
         card.producer = &producer;
         queue.depth = kDepth;
         queue.producer = &producer;
-        queue.known_by_card = &card;
+        queue.card = &card;
     }
     uint64_t flag() { return std::atomic_ref<uint64_t>(of_b[0]).load(std::memory_order_acquire); }
 
@@ -416,7 +416,7 @@ struct SmallRings {
     std::shared_ptr<verbs::DirectPair> other = std::make_shared<verbs::DirectPair>(cards.b, kDepth);
     QueueProducer producer{};
     CardQueue card{};
-    AnySendQueue<true> queue{};
+    SendQueue queue{};
 };
 
 // Rings that wrap around all the time, and numbers that do once.

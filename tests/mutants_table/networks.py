@@ -16,9 +16,9 @@ NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag)
 DIRECT = ("direct",)
 NIC = ("send_queue",)
 DOORBELL = "warp.template publish<Scope::System>(doorbell_word(), rung_for(end));"
-BELL = "warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));"
-CARD_ADDITION = """return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
-                                     card()->scratch);"""
+BELL = "warp.template publish<Scope::System>(card->bell, bell_of(end, ends_in_addition));"
+CARD_ADDITION = """return SendEntry::add_of(index, card->number, {card->flags, flag}, increment,
+                                     card->scratch);"""
 RUNG = "if (rings) ring(warp, own + 1, true);"
 POSTED = "warp.template publish<Scope::Rank>(&producer->posted, own + 1);"
 LANES_RING = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
@@ -31,7 +31,7 @@ LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, aut
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
             queue.fence_bell();
-            store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
+            store(queue.card->bell, queue.bell_of(own[lane] + entries, entries != 0));
             queue.fence_bell();
         });"""
 HALF = "if (card()->template is_over<W>(middle)) return middle + 1;"
@@ -168,7 +168,7 @@ MUTANTS = [
         "send queue: the bell rings before its record",
         QUEUE,
         DOORBELL,
-        f"if (card()) {BELL} {DOORBELL}",
+        f"if (card) {BELL} {DOORBELL}",
         QUEUES,
     ),
     Mutant("send queue: no lane's bell rings", QUEUE, LANES_BELL, "", LL_QUEUE),
@@ -196,7 +196,7 @@ MUTANTS = [
         "*(",
         QUEUES,
     ),
-    changed("send queue: a flag by the key of data", QUEUE, CARD_ADDITION, "()->flags", "()->data", QUEUES),
+    changed("send queue: a flag by the key of data", QUEUE, CARD_ADDITION, "card->flags", "card->data", QUEUES),
     changed("send queue: a lane's turn is passed on relaxed", QUEUE, LANES_POSTED, "publish_", "credit_", LL_QUEUE),
     changed(
         "send queue: a lane's turn is read relaxed",

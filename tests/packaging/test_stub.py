@@ -8,8 +8,6 @@ from megatron_ep import _C, _simulate
 
 FOLDER = Path(_C.__file__).parent
 WITH_CUDA = {
-    "CardGroup",
-    "CardLowLatency",
     "DeviceMemory",
     "CudaGroup",
     "CudaLowLatency",

@@ -33,12 +33,12 @@ class HostQueues {
     ~HostQueues() { nic_.close(port_); }
     HostQueues(const HostQueues&) = delete;
 
-    const CardFabricParams& params() const { return params_; }
+    const QueueFabricParams& params() const { return params_; }
 
   private:
     SoftwareNic& nic_;
     std::shared_ptr<SoftwareNic::Port> port_;
-    CardFabricParams params_{};
+    QueueFabricParams params_{};
 };
 
 }  // namespace ep

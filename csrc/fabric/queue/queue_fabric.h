@@ -10,13 +10,14 @@
 namespace ep {
 
 // Ranks of a node map each other's heaps, on the host or on GPUs, and what goes to another node is
-// posted in send queues.
+// posted in send queues, which a thread of the host carries out, or a network card.
 //
 // What the network reads and writes is memory of the host. A GPU's heap is not: what crosses the
 // network of its parts from network_begin on has a place of its own there, and the rest of them
 // serves the ranks of the node.
-template <bool kMayHaveCards>
-struct QueueNetwork {
+class QueueFabric;
+struct QueueFabricParams {
+    using Fabric = QueueFabric;
     static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
     static constexpr bool kOverHost = true;       // what goes to other nodes
@@ -25,41 +26,23 @@ struct QueueNetwork {
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
     char* network;              // the network's region: the heap from network_begin on
     size_t network_begin;
-    AnySendQueues<kMayHaveCards> queues;
+    SendQueues queues;
     // Of a GPU's rank, in memory of the host: what it tells of itself, and hears of others.
     ControlBlock* report;
     size_t network_bytes;
 
     void drain(uint64_t) const {}  // connections end before memory is used again
-};
-
-class QueueFabric;
-struct QueueFabricParams : QueueNetwork<false> {
-    using Fabric = QueueFabric;
-
     // Clears the network's region and what the producers count, while nobody carries anything out.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
-// The same where some queues may be a network card's: of ranks on GPUs that post there, and of all
-// ranks on the host.
-class CardFabric;
-struct CardFabricParams : QueueNetwork<true> {
-    using Fabric = CardFabric;
-
-    void reset_signals(int rank, uint64_t timeout_ns) const;
-};
-
-template <bool kMayHaveCards>
-class FabricOfQueues {
+class QueueFabric {
   public:
-    using Params = QueueNetwork<kMayHaveCards>;
-    using Queue = AnySendQueue<kMayHaveCards>;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
 
-    EP_FN FabricOfQueues(const Params& params, int rank)
+    EP_FN QueueFabric(const QueueFabricParams& params, int rank)
         : params_(params),
           node_(params.topology.node_of(rank)),
           local_(params.topology.local_of(rank)) {}
@@ -95,7 +78,7 @@ class FabricOfQueues {
 
     template <class W>
     EP_FN void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) const {
-        const Queue queue = params_.queues.puts(channel, rank);
+        const SendQueue queue = params_.queues.puts(channel, rank);
         for (size_t done = 0; done < bytes; done += kMaxBytes) {
             const size_t part = bytes - done < kMaxBytes ? bytes - done : kMaxBytes;
             if (!queue.post_write(warp, rank, address(dst) + done, address(src) + done,
@@ -126,7 +109,7 @@ class FabricOfQueues {
             warp, lanes, false,
             [&](int lane) { return params_.queues.puts(channel_of(rank[lane]), rank[lane]); },
             [&](int lane) { return rank[lane]; },
-            [&](int lane, const Queue& queue, uint16_t index) {
+            [&](int lane, const SendQueue& queue, uint16_t index) {
                 return queue.write_of(index, address(dst), address(src[lane]),
                                       static_cast<uint32_t>(bytes));
             });
@@ -158,25 +141,15 @@ class FabricOfQueues {
                         IncrementOf&& increment_of) const {
         post_each(
             warp, ranks, true, queue_of, [&](int lane) { return first + lane; },
-            [&](int lane, const Queue& queue, uint16_t index) {
+            [&](int lane, const SendQueue& queue, uint16_t index) {
                 return queue.add_of(index, address(flag), increment_of(lane));
             });
     }
 
     EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }
 
-    const Params& params_;
+    const QueueFabricParams& params_;
     int node_, local_;
-};
-
-class QueueFabric : public FabricOfQueues<false> {
-  public:
-    using FabricOfQueues::FabricOfQueues;
-};
-
-class CardFabric : public FabricOfQueues<true> {
-  public:
-    using FabricOfQueues::FabricOfQueues;
 };
 
 }  // namespace ep

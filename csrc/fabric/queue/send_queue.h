@@ -49,11 +49,7 @@ struct CardQueue {
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
 // out the entries below it in order, and reports progress in the completion. Nothing here is a
 // pointer into another process, and nothing is ever more than `depth` entries ahead.
-//
-// kMayHaveCard: whether some queues of this kind are a card's. Of the other kind none is, and the
-// kernels that post in them do not pay for the question.
-template <bool kMayHaveCard>
-struct AnySendQueue {
+struct SendQueue {
     static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
 
     using Producer = QueueProducer;
@@ -67,10 +63,8 @@ struct AnySendQueue {
     Completion* completion;
     Producer* producer;
     SoftwareNic* sleeper;  // woken by each ring; null: none
-    const CardQueue* known_by_card;
-
     // What a card needs, in the place of most of the above; null: a thread carries out the entries.
-    EP_FN const CardQueue* card() const { return kMayHaveCard ? known_by_card : nullptr; }
+    const CardQueue* card;
 
     // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of that of `peer`.
     // It is not carried out before a later entry rings. False: a wait ended badly, and nothing is
@@ -90,27 +84,27 @@ struct AnySendQueue {
     }
 
     EP_FN SendEntry write_of(uint16_t index, uint64_t dst, uint64_t src, uint32_t bytes) const {
-        if (card())
-            return SendEntry::write_of(index, card()->number, {card()->data, dst},
-                                       {card()->source, src}, bytes);
+        if (card)
+            return SendEntry::write_of(index, card->number, {card->data, dst}, {card->source, src},
+                                       bytes);
         return SendEntry::write_of(index, number, {key, dst}, {key, src}, bytes);
     }
     EP_FN SendEntry add_of(uint16_t index, uint64_t flag, uint64_t increment) const {
-        if (card())
-            return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
-                                     card()->scratch);
+        if (card)
+            return SendEntry::add_of(index, card->number, {card->flags, flag}, increment,
+                                     card->scratch);
         return SendEntry::add_of(index, number, {key, flag}, increment, {key, scratch});
     }
     EP_FN SendEntry& place_of(uint64_t own) const {
-        return card() ? card()->entries[own & card()->last_entry] : entries[own & (depth - 1)];
+        return card ? card->entries[own & card->last_entry] : entries[own & (depth - 1)];
     }
 
     // ---- what leads to an entry: who carries it out looks at the bell, then at the doorbell
 
-    EP_FN uint64_t* doorbell_word() const { return card() ? card()->doorbell : doorbell; }
+    EP_FN uint64_t* doorbell_word() const { return card ? card->doorbell : doorbell; }
     EP_FN uint64_t bell_of(uint64_t end, bool ends_in_addition) const {
         return ends_in_addition
-                   ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card()->number)
+                   ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card->number)
                    : place_of(end - 1).begin();
     }
     // Before and after a bell: a card's register may be memory that is not in order with any other,
@@ -156,10 +150,10 @@ struct AnySendQueue {
     // is found is whether the one is over that leaves no room for another, or half of them are.
     template <class W>
     EP_FN uint64_t completed_of(uint64_t posted) const {
-        if (card()) {
+        if (card) {
             const uint64_t first = posted - depth, middle = first + depth / 2;
-            if (card()->template is_over<W>(middle)) return middle + 1;
-            return first + card()->template is_over<W>(first);
+            if (card->template is_over<W>(middle)) return middle + 1;
+            return first + card->template is_over<W>(first);
         }
         return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);
     }
@@ -202,9 +196,9 @@ struct AnySendQueue {
     template <class W>
     EP_FN void ring(W& warp, uint64_t end, bool ends_in_addition) const {
         warp.template publish<Scope::System>(doorbell_word(), rung_for(end));
-        if (!card()) return wake_sleeper();
+        if (!card) return wake_sleeper();
         fence_bell();
-        warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));
+        warp.template publish<Scope::System>(card->bell, bell_of(end, ends_in_addition));
         fence_bell();
     }
 };
@@ -225,13 +219,13 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
             store(queue.doorbell_word(), queue.rung_for(own[lane] + entries));
             queue.wake_sleeper();
         });
-        auto has_bell = [&](int lane) { return is_in(mask, lane) && queue_of(lane).card(); };
+        auto has_bell = [&](int lane) { return is_in(mask, lane) && queue_of(lane).card; };
         if (!warp.ballot(32, has_bell)) return;
         warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
             queue.fence_bell();
-            store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
+            store(queue.card->bell, queue.bell_of(own[lane] + entries, entries != 0));
             queue.fence_bell();
         });
     };
@@ -278,10 +272,7 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
 // The queues of a symmetric heap: of each channel, and of what belongs to none (see
 // core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
 // Their memory is that of those who post and who carry out, one after the other.
-template <bool kMayHaveCards>
-struct AnySendQueues {
-    using Queue = AnySendQueue<kMayHaveCards>;
-
+struct SendQueues {
     SendEntry* entries;
     Completion* completions;
     uint64_t* doorbells;
@@ -299,8 +290,8 @@ struct AnySendQueues {
     static size_t bytes(size_t count, uint32_t depth) {
         return count * (depth * sizeof(SendEntry) + sizeof(Completion) + sizeof(uint64_t));
     }
-    static AnySendQueues over(char* memory, QueueProducer* producers, int ranks, int channels,
-                              uint32_t depth, uint32_t key, SoftwareNic* sleeper) {
+    static SendQueues over(char* memory, QueueProducer* producers, int ranks, int channels,
+                           uint32_t depth, uint32_t key, SoftwareNic* sleeper) {
         const size_t all = count(ranks, channels);
         auto* entries = reinterpret_cast<SendEntry*>(memory);
         auto* completions = reinterpret_cast<Completion*>(entries + all * depth);
@@ -309,17 +300,12 @@ struct AnySendQueues {
                 channels, depth,       key,       sleeper,   nullptr};
     }
 
-    // Of which none is a card's.
-    AnySendQueues<false> without_cards() const {
-        return {entries,  completions, doorbells, producers, ranks,
-                channels, depth,       key,       sleeper,   nullptr};
+    EP_HD SendQueue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
+    EP_HD SendQueue credits(int channel, int rank) const {
+        return (*this)[number(channel, rank) + 1];
     }
-
-    EP_HD Queue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
-    EP_HD Queue credits(int channel, int rank) const { return (*this)[number(channel, rank) + 1]; }
-    EP_HD Queue operator[](size_t number) const {
-        const CardQueue* card =
-            kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr;
+    EP_HD SendQueue operator[](size_t number) const {
+        const CardQueue* card = cards && cards[number].bell ? cards + number : nullptr;
         return {entries + number * depth,
                 depth,
                 static_cast<uint32_t>(number),
@@ -337,8 +323,5 @@ struct AnySendQueues {
         return 2 * (static_cast<size_t>(channel) * ranks + rank);
     }
 };
-
-using SendQueue = AnySendQueue<false>;
-using SendQueues = AnySendQueues<false>;
 
 }  // namespace ep

@@ -264,7 +264,7 @@ bool SoftwareNic::has_work() const {
 
 // Some of what was posted in a queue. Returns whether there was any.
 bool SoftwareNic::carry_out(Port& port, size_t number) {
-    const AnySendQueue<true> queue = port.queues_[number];
+    const SendQueue queue = port.queues_[number];
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();

@@ -71,7 +71,7 @@ class SoftwareNic {
     // The queues of a symmetric heap, and what was taken of them.
     class Port {
       public:
-        const AnySendQueues<true>& queues() const { return queues_; }
+        const SendQueues& queues() const { return queues_; }
 
       private:
         friend class SoftwareNic;
@@ -87,7 +87,7 @@ class SoftwareNic {
         std::vector<char*> heaps_;
         size_t bytes_;
         int stride_;
-        AnySendQueues<true> queues_;
+        SendQueues queues_;
         std::vector<Taken> taken_;                                   // of all queues
         std::vector<std::shared_ptr<const verbs::Region>> regions_;  // that each card knows
         // Of the queues, unless a GPU posts in them.

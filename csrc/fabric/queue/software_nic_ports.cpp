@@ -34,9 +34,9 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->stride_ = stride;
-    port->queues_ = AnySendQueues<true>::over(
-        memory.shared, memory.producers, ranks, channels, of_gpu ? kDepth : depth_,
-        static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->queues_ =
+        SendQueues::over(memory.shared, memory.producers, ranks, channels, of_gpu ? kDepth : depth_,
+                         static_cast<uint32_t>(number), of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
     if (is_direct()) {

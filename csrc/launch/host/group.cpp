@@ -32,7 +32,7 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
 
 AnyHostFabric HostGroup::fabric_of(int rank, const std::vector<char*>& heaps,
                                    const HostQueues* queues) const {
-    if (queues) return CardFabric(queues->params(), rank);
+    if (queues) return QueueFabric(queues->params(), rank);
     if (network_) return HostFabric(heap_.topology, rank, heaps, network_.get());
     return MappedHostFabric(heap_.topology, rank, heaps);
 }

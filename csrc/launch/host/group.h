@@ -29,7 +29,7 @@ struct Schedule {
 
 // How a rank reaches the others: all are mapped here; or a network is simulated between nodes; or
 // nodes are machines, or are taken for such.
-using AnyHostFabric = std::variant<MappedHostFabric, HostFabric, CardFabric>;
+using AnyHostFabric = std::variant<MappedHostFabric, HostFabric, QueueFabric>;
 
 // The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on
 // all of them together.

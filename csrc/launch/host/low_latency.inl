@@ -12,7 +12,7 @@ template <class Warp, class Args, class Body>
 void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
     static_assert(ReachesAllRanks<HostFabric, Warp> && ReachesAllRanks<MappedHostFabric, Warp> &&
-                  ReachesAllRanks<CardFabric, Warp>);
+                  ReachesAllRanks<QueueFabric, Warp>);
     std::vector<std::vector<RoleTask>> tasks(args.size());
     const auto deadline = std::chrono::steady_clock::now() +
                           std::chrono::duration_cast<std::chrono::steady_clock::duration>(

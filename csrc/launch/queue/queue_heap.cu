@@ -64,48 +64,21 @@ QueueHeap::~QueueHeap() {
              new std::shared_ptr<SoftwareNic::Port>(std::move(port_))});
 }
 
-template <class Params>
-Params QueueHeap::params_for(const std::vector<char*>& node) const {
+QueueFabricParams QueueHeap::fabric(const std::vector<char*>& node) const {
     if (node.size() > kMaxNodeRanks)
         throw std::invalid_argument("ranks_per_node is " + std::to_string(node.size()) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
-    Params params{};
-    params.topology = params_.topology;
+    QueueFabricParams params = params_;
     std::copy(node.begin(), node.end(), params.node);
-    params.network = params_.network;
-    params.network_begin = params_.network_begin;
-    params.report = params_.report;
-    params.network_bytes = params_.network_bytes;
     return params;
 }
 
-QueueFabricParams QueueHeap::fabric(const std::vector<char*>& node) const {
-    auto params = params_for<QueueFabricParams>(node);
-    params.queues = params_.queues.without_cards();
-    return params;
-}
-
-CardFabricParams QueueHeap::card_fabric(const std::vector<char*>& node) const {
-    auto params = params_for<CardFabricParams>(node);
-    params.queues = params_.queues;
-    return params;
-}
-
-namespace {
-
-template <class Params>
-void clear(const Params& params) {
-    std::memset(params.network, 0, params.network_bytes);
-    check_cuda(
-        cudaMemset(params.queues.producers, 0, params.queues.count() * sizeof(SendQueue::Producer)),
-        "cudaMemset");
+void QueueFabricParams::reset_signals(int, uint64_t) const {
+    std::memset(network, 0, network_bytes);
+    check_cuda(cudaMemset(queues.producers, 0, queues.count() * sizeof(SendQueue::Producer)),
+               "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
-
-}  // namespace
-
-void QueueFabricParams::reset_signals(int, uint64_t) const { clear(*this); }
-void CardFabricParams::reset_signals(int, uint64_t) const { clear(*this); }
 
 CardsOfGpu::CardsOfGpu(int device, size_t count)
     : device_(device),

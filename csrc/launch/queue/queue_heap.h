@@ -57,7 +57,6 @@ class QueueHeap {
 
     // node: heaps on the GPUs of this rank's node, by local rank.
     QueueFabricParams fabric(const std::vector<char*>& node) const;
-    CardFabricParams card_fabric(const std::vector<char*>& node) const;
 
   private:
     QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topology& topology, int rank,
@@ -65,8 +64,6 @@ class QueueHeap {
     // See SoftwareNic::open.
     static int stride_of(const Heap& heap) { return heap.topology.ranks_per_node; }
     static int stride_of(const LowLatencyHeap&) { return 1; }
-    template <class Params>
-    Params params_for(const std::vector<char*>& node) const;
 
     SoftwareNic& nic_;
     int device_;
@@ -74,7 +71,7 @@ class QueueHeap {
     Resource<SendQueue::Producer[]> producers_;
     std::optional<CardsOfGpu> cards_;
     std::shared_ptr<SoftwareNic::Port> port_;
-    CardFabricParams params_{};
+    QueueFabricParams params_{};
 };
 
 }  // namespace ep

@@ -26,7 +26,7 @@ void QueueCards::step() {
     if (left == 0) return;
     const size_t rank = random_() % ranks_.size();
     const size_t number = random_() % states_[rank].size();
-    const Queues::Queue queue = ranks_[rank][number];
+    const ep::SendQueue queue = ranks_[rank][number];
     State& state = states_[rank][number];
     if (now_ < state.held_until) return;
     if (listen(rank, number, queue, state) == static_cast<uint16_t>(state.done)) return;
@@ -39,29 +39,29 @@ void QueueCards::step() {
 }
 
 // Entries below which number may be carried out.
-uint16_t QueueCards::listen(size_t rank, size_t number, const Queues::Queue& queue, State& state) {
-    if (!queue.card()) return queue.rung();
-    const uint64_t bell = *queue.card()->bell;
+uint16_t QueueCards::listen(size_t rank, size_t number, const ep::SendQueue& queue, State& state) {
+    if (!queue.card) return queue.rung();
+    const uint64_t bell = *queue.card->bell;
     if (bell == state.bell) return state.heard;
     state.bell = bell;
     const order::Name card = {rank, number};
-    order::card_acquire(card, queue.card()->bell);
+    order::card_acquire(card, queue.card->bell);
     const auto begin = std::bit_cast<ep::SendEntry::Begin>(bell);
     const auto end = static_cast<uint16_t>((begin.index_and_opcode >> 8) + 1);
-    if (begin.queue_and_size >> 8 != queue.card()->number) die("a bell of another queue");
-    const uint16_t doorbell = Queues::Queue::end_of(*queue.card()->doorbell);
+    if (begin.queue_and_size >> 8 != queue.card->number) die("a bell of another queue");
+    const uint16_t doorbell = ep::SendQueue::end_of(*queue.card->doorbell);
     if (static_cast<int16_t>(doorbell - end) < 0) die("a bell before its doorbell");
     if (random_() % 2) {  // what was told since the bell rang may be taken, too
-        order::card_acquire(card, queue.card()->doorbell);
+        order::card_acquire(card, queue.card->doorbell);
         return state.heard = doorbell;
     }
     if (static_cast<int16_t>(end - state.heard) > 0) state.heard = end;
     return state.heard;
 }
 
-void QueueCards::carry_out(size_t rank, size_t number, const Queues::Queue& queue, State& state) {
+void QueueCards::carry_out(size_t rank, size_t number, const ep::SendQueue& queue, State& state) {
     const order::Name card = {rank, number};
-    const ep::CardQueue* own = queue.card();
+    const ep::CardQueue* own = queue.card;
     if (!own) order::card_acquire(card, queue.doorbell);
     const ep::SendEntry& entry = queue.place_of(state.done);
     order::card_read(card, &entry, sizeof entry);

@@ -13,7 +13,7 @@ namespace simt {
 // (CardQueue) have a bell, and only when it has rung the card looks at their doorbell.
 class QueueCards {
   public:
-    using Queues = ep::AnySendQueues<true>;
+    using Queues = ep::SendQueues;
     static constexpr uint32_t kData = 11, kFlags = 12, kSource = 13, kScratch = 14;  // keys
     static constexpr uint64_t kLongestDelay = 2000;  // of a queue, in steps
 
@@ -31,8 +31,8 @@ class QueueCards {
         uint64_t bell = 0;   // as it was heard last
         uint16_t heard = 0;  // entries, modulo 2^16
     };
-    uint16_t listen(size_t rank, size_t number, const Queues::Queue& queue, State& state);
-    void carry_out(size_t rank, size_t number, const Queues::Queue& queue, State& state);
+    uint16_t listen(size_t rank, size_t number, const ep::SendQueue& queue, State& state);
+    void carry_out(size_t rank, size_t number, const ep::SendQueue& queue, State& state);
 
     std::vector<Queues> ranks_;
     std::vector<char*> regions_;

@@ -17,12 +17,11 @@ namespace ep {
 class RankFabric;
 struct RankFabricParams {
     using Fabric = RankFabric;
-    QueueNetwork<true> ranks[9];
+    QueueFabricParams ranks[9];
 };
-class RankFabric : public FabricOfQueues<true> {
+class RankFabric : public QueueFabric {
   public:
-    RankFabric(const RankFabricParams& params, int rank)
-        : FabricOfQueues(params.ranks[rank], rank) {}
+    RankFabric(const RankFabricParams& params, int rank) : QueueFabric(params.ranks[rank], rank) {}
 };
 
 // The ranks of a grid, over send queues of small depths, whose network reaches other memory than
@@ -50,7 +49,7 @@ class Ranks {
                 reinterpret_cast<QueueProducer*>(take(count * sizeof(QueueProducer), "producers"));
             queues.push_back(Queues::over(take(Queues::bytes(count, depth), "queues"), producers,
                                           world, heap.channels, depth, 3, nullptr));
-            QueueNetwork<true>& own = params_->ranks[rank];
+            QueueFabricParams& own = params_->ranks[rank];
             own.topology = topology;
             own.network = regions.back();
             own.network_begin = begin;
