@@ -1,8 +1,0 @@
-#include "fabric/nccl/nccl_fabric.h"
-#include "launch/cuda/combine.inl"
-
-namespace ep {
-
-template struct CombineLaunch<NcclFabricParams, 1, false>;
-
-}  // namespace ep

@@ -1,8 +1,0 @@
-#include "fabric/queue/queue_fabric.h"
-#include "launch/cuda/combine.inl"
-
-namespace ep {
-
-template struct CombineLaunch<QueueFabricParams, 1, false>;
-
-}  // namespace ep

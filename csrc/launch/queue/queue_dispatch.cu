@@ -1,8 +1,0 @@
-#include "fabric/queue/queue_fabric.h"
-#include "launch/cuda/group.inl"
-
-namespace ep {
-
-template class CudaGroup<QueueFabricParams>;
-
-}  // namespace ep
