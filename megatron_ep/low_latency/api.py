@@ -121,11 +121,13 @@ class LowLatency(MaskedRanks):
     ) -> Any:
         """Sends every token to the ranks of its experts.
 
-        x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between
-            ranks and be 0. A gradient requires a type that `megatron_ep.combine` takes; float8 gets none.
+        x: [T, H]; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks and be
+            0. A gradient requires a type that `megatron_ep.combine` takes; float8 gets none. This, topk_idx,
+            topk_weights and scales are copied if they are not contiguous.
         topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU invalid ids are
             found later, by the next call or `synchronize`.
-        topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
+        topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient. bfloat16 and
+            float16 become float32.
         layout: "masked": each expert has W * max_tokens rows, for a masked GEMM. "grouped": one expert's rows follow
             the other's, for a contiguous grouped GEMM.
         expert_capacity: masked: gives each expert this many rows instead. Rows that do not fit are omitted and reported
@@ -190,12 +192,12 @@ class LowLatency(MaskedRanks):
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
-        x: rows in the layout of the dispatch of `handle`, contiguous; of a type that `megatron_ep.combine` takes. Rows
-            without a token are ignored. x is read in place and written straight to the memory of the token's rank; only
-            rows for a network are staged. Gets a gradient.
+        x: rows in the layout of the dispatch of `handle`; of a type that `megatron_ep.combine` takes. Rows without a
+            token are ignored. x is read in place (copied if it is not contiguous) and written straight to the memory of
+            the token's rank; only rows for a network are staged. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
-        topk_weights: [T, K], with sum_at="token": factors of the rows of a token. float32, or float64 if x is float64.
-            Gets a gradient.
+        topk_weights: [T, K], with sum_at="token": factors of the rows of a token. float32, or float64 if x is float64,
+            which bfloat16 and float16 become. Gets a gradient.
         row_weights: x's shape without H, with sum_at="expert": factor of each row, such as `received.probs`. Type and
             gradient as for topk_weights.
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":

@@ -23,10 +23,12 @@ from megatron_ep.normal.api import (
     WEIGHTS_OF_ROWS,
     Tensors,
     as_list,
+    as_taken,
     check_dtype,
     check_ids,
     check_payload,
     check_weights,
+    weight_dtype,
 )
 
 LAYOUTS = ("masked", "grouped")
@@ -70,10 +72,15 @@ class Checks:
         `_plan_dispatch`."""
         x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
         looks = looks_of(settings, *tensors)
-        plan: DispatchPlan | None = self._plans.get(looks)
-        if plan is None:
-            plan = self._plan_dispatch(*tensors, *settings)
-            self._plans.add(looks, plan)
+        plan: DispatchPlan | None
+        plan, is_as_taken = self._plans.get(looks) or (None, False)
+        if not is_as_taken:
+            x, topk_idx, scales = as_taken(x), as_taken(topk_idx), as_taken(scales)
+            topk_weights = as_taken(topk_weights, torch.float32)
+            tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
+            plan = plan or self._plan_dispatch(*tensors, *settings)
+            self._plans.add(looks, (plan, looks == looks_of(settings, *tensors)))
+        assert plan is not None
         listed = self._listed
         ids = listed(topk_idx)
         if self._group.device.type == "cpu":
@@ -146,11 +153,16 @@ class Checks:
         [R, ...]. tensors, settings: those of `_plan_combine`."""
         x, weights, out, recv_wait_ns = tensors
         sum_at, renormalize = settings
-        looks = looks_of((sum_at, renormalize, handle.looks), *tensors)
-        plan: CombinePlan | None = self._plans.get(looks)
-        if plan is None:
-            plan = self._plan_combine(handle, *tensors, *settings)
-            self._plans.add(looks, plan)
+        how = (sum_at, renormalize, handle.looks)
+        looks = looks_of(how, *tensors)
+        plan: CombinePlan | None
+        plan, is_as_taken = self._plans.get(looks) or (None, False)
+        if not is_as_taken:
+            x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
+            tensors = (x, weights, out, recv_wait_ns)
+            plan = plan or self._plan_combine(handle, *tensors, *settings)
+            self._plans.add(looks, (plan, looks == looks_of(how, *tensors)))
+        assert plan is not None
         listed = self._listed
         counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)
         given = CombineArguments(plan, None if out is None else listed(out), counters)
@@ -179,13 +191,12 @@ class Checks:
         name = "row_weights" if sum_at == "expert" else "topk_weights"
         if weights is not None:
             flat, meaning = as_list(name, weights, group), ": one for each choice of a token, as of dispatch"
-            allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
             if sum_at == "expert":
                 meaning = WEIGHTS_OF_ROWS
                 flat = self._flat(name, flat, handle, 0, meaning)
                 shapes = [(rank.rows,) for rank in handle.ranks]
-            check_weights(name, flat, shapes, allowed, meaning)
+            check_weights(name, flat, shapes, (weight_dtype(xs),), meaning)
         if out is not None:
             self._check_out(as_list("out", out, group), xs, handle)
         self._check_counters(recv_wait_ns=recv_wait_ns)

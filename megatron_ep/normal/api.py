@@ -109,10 +109,12 @@ def dispatch(
     Collective, and so is the backward pass: the result must contribute to the loss on all ranks or on none, and x and
     topk_weights must require a gradient on all ranks or on none.
 
-    x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
-        and be 0; dtype and H may not differ. A gradient requires a type that `combine` takes; float8 gets none.
+    x: [T, H]; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks and be 0;
+        dtype and H may not differ. A gradient requires a type that `combine` takes; float8 gets none. This and other
+        tensors that are not contiguous are copied.
     topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
-    topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
+    topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient. bfloat16 and float16
+        become float32.
     buffer: a Buffer or LocalCluster.
     handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without exchanging counts.
     scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Gets no gradient.
@@ -148,11 +150,15 @@ def dispatch(
             raise ValueError("handle belongs to another buffer than the one given")
         tensors = (x, topk_idx, topk_weights, scales)
         settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
-        looks = None if is_traced else looks_of((*settings, handle and handle.looks), *tensors)
-        if looks is None or not group.known_calls.get(looks):
-            _check_dispatch(group, handle, *tensors, *settings, is_traced)
+        how = (*settings, handle and handle.looks)
+        looks = None if is_traced else looks_of(how, *tensors)
+        is_as_taken = None if looks is None else group.known_calls.get(looks)
+        if not is_as_taken:
+            tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
+            if is_as_taken is None:
+                _check_dispatch(group, handle, *tensors, *settings, is_traced)
             if looks is not None:
-                group.known_calls.add(looks, True)
+                group.known_calls.add(looks, looks == looks_of(how, *tensors))
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
@@ -207,13 +213,13 @@ def _received_of(
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
-    x: [R, H], contiguous; bfloat16, float32, float16 or float64 (a GPU sums the last two only if MEGATRON_EP_DTYPES
-        named them at build time); rows in the order of the dispatch of `handle`. Rows of padding are ignored. Gets a
-        gradient. With flat rows each row is this rank's result for one token.
+    x: [R, H]; bfloat16, float32, float16 or float64 (a GPU sums the last two only if MEGATRON_EP_DTYPES named them at
+        build time); rows in the order of the dispatch of `handle`. Rows of padding are ignored. Gets a gradient. With
+        flat rows each row is this rank's result for one token. Copied if it is not contiguous.
     handle: of the dispatch.
-    weights: [R], contiguous; float32, or float64 if x is float64: factor of each row of x, on all ranks or on none.
-        Weights of padding are ignored. Gets a gradient. Saves the pass over x that `x * weights.unsqueeze(1)` takes,
-        and its rounding to x's dtype. Keeps x for the backward pass.
+    weights: [R]; float32, or float64 if x is float64, which bfloat16 and float16 become: factor of each row of x, on
+        all ranks or on none. Weights of padding are ignored. Gets a gradient. Saves the pass over x that
+        `x * weights.unsqueeze(1)` takes, and its rounding to x's dtype. Keeps x for the backward pass.
 
     Returns [T, H] in x's dtype: y[token] is the sum of weights[row] * x[row] over the rows of the token, or of x[row]
     without weights; zeros for a token without experts. Products and sums run in float32 (float64 for float64), each
@@ -233,10 +239,13 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         if not is_traced:  # the operator does
             group.check_usable()
         looks = None if is_traced else looks_of((handle.looks,), x, weights)
-        if looks is None or not group.known_calls.get(looks):
-            _check_combine(group, handle, x, weights, is_traced)
+        is_as_taken = None if looks is None else group.known_calls.get(looks)
+        if not is_as_taken:
+            x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
+            if is_as_taken is None:
+                _check_combine(group, handle, x, weights, is_traced)
             if looks is not None:
-                group.known_calls.add(looks, True)
+                group.known_calls.add(looks, looks == looks_of((handle.looks,), x, weights))
         xs, row_weights = listed(x, group), listed(weights, group)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
@@ -303,7 +312,7 @@ def _check_dispatch(
         _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
         _check_traced(handle, is_traced)
         num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
-    check_payload("x", xs, num_tokens)
+    check_payload("x", xs, num_tokens, is_traced)
     check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
     check_scales(xs, row_scales)
 
@@ -313,15 +322,33 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
     xs = as_list("x", x, group, is_traced)
     rows = [rank.rows for rank in handle.ranks]
     check_summable("x", xs[0].dtype, group.device.type)
-    check_payload("x", xs, rows)
+    check_payload("x", xs, rows, is_traced)
     row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
-    allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
-    check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
+    check_weights("weights", row_weights, [(count,) for count in rows], (weight_dtype(x),), WEIGHTS_OF_ROWS)
 
 
 def _check_traced(handle: Handle, is_traced: bool) -> None:
     if is_traced and handle.is_flat:  # the operators' handles say nothing of it
         raise ValueError("handle is of flat rows, must be of grouped ones inside torch.compile")
+
+
+def as_taken(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Returns a tensor, or each of a list, contiguous, and bfloat16 and float16 in dtype; a gradient passes through.
+
+    Anything else stays as it is, for a check to refuse.
+    """
+    if isinstance(value, (list, tuple)):
+        return [as_taken(item, dtype) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.to(dtype) if dtype and value.dtype in (torch.bfloat16, torch.float16) else value).contiguous()
+
+
+def weight_dtype(x: Any) -> torch.dtype:
+    """Returns the dtype of weights that multiply x, a tensor or a list of them."""
+    first = x[0] if isinstance(x, (list, tuple)) and x else x
+    is_double = isinstance(first, torch.Tensor) and first.dtype == torch.float64
+    return torch.float64 if is_double else torch.float32
 
 
 def listed(value: Any, group: RankGroup) -> Any:
@@ -385,7 +412,10 @@ def check_ids(ids: list[torch.Tensor]) -> None:
     check_dtype("topk_idx", ids[0], (torch.int64, torch.int32))
     for idx in ids:
         if idx.dim() != 2 or not 1 <= idx.shape[1] <= MAX_TOPK:
-            raise ValueError(f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}")
+            flatten = ": topk_idx.reshape(-1, topk_idx.shape[-1])" if idx.dim() > 2 else ""
+            raise ValueError(
+                f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}{flatten}"
+            )
         if idx.shape[1] != ids[0].shape[1]:
             raise ValueError(
                 f"topk_idx has K = {ids[0].shape[1]} on one rank and {idx.shape[1]} on another, must be equal"
@@ -416,12 +446,20 @@ def _check_layout(layout: str, expert_capacity: int | None, is_traced: bool) -> 
         raise ValueError("layout is 'flat', must be 'grouped' inside torch.compile")
 
 
-def check_payload(name: str, xs: list[torch.Tensor], rows: list[int]) -> None:
+def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], is_traced: bool = False) -> None:
     check_dtype(name, xs[0], PAYLOAD_DTYPES)
     for x, expected in zip(xs, rows, strict=True):
-        if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
+        if x.dim() > 2:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, must be [{expected}, H]: {name}.reshape(-1, {name}.shape[-1])"
+            )
+        if is_traced and x.dim() == 2:  # numbers of rows that depend on data are compared when the graph runs
+            torch._check(x.shape[0] == expected)
+        elif x.dim() != 2 or x.shape[0] != expected:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
-        if x.shape[1] * x.element_size() > MAX_ROW_BYTES or x.shape[0] > MAX_ROWS:
+        if x.shape[1] < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
+        if x.shape[1] * x.element_size() > MAX_ROW_BYTES or (not is_traced and x.shape[0] > MAX_ROWS):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MAX_ROW_BYTES} bytes a row")
         if x.shape[1] != xs[0].shape[1]:
             raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")

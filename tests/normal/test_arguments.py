@@ -39,12 +39,17 @@ BAD = {
     "x of another length": ("x", lambda t: t[:3], r"x has shape \(3, 8\), must be \[4, H\]"),
     "x flat": ("x", lambda t: t.flatten(), r"x has shape \(32,\)"),
     "x empty rows": ("x", lambda t: t[:, :0].contiguous(), "H >= 1"),
-    "x strided": ("x", lambda t: torch.randn(H, T).t(), "x has strides .* must be contiguous"),
+    "x of a batch": (
+        "x",
+        lambda t: t.view(2, 2, H),
+        r"x has shape \(2, 2, 8\), must be \[4, H\]: x\.reshape\(-1, x\.shape\[-1\]\)",
+    ),
     "x on another device": ("x", lambda t: t.to("meta"), "x is on meta"),
     "x too long": ("x", lambda t: torch.randn(T, 2000), r"Tuning.nvl_ring_bytes is 4096, must be at least \d+"),
     "x negated": ("x", torch._neg_view, "x is a view that negates"),
     "x no tensor": ("x", lambda t: t.tolist(), "x is a list, must be a tensor"),
     "ids of floats": ("topk_idx", lambda t: t.float(), "topk_idx is torch.float32, must be one of torch.int64"),
+    "ids of a batch": ("topk_idx", lambda t: t.view(2, 2, K), r"topk_idx\.reshape\(-1, topk_idx\.shape\[-1\]\)"),
     "ids flat": ("topk_idx", lambda t: t[:, 0].contiguous(), r"topk_idx has shape \(4,\), must be \[T, K\]"),
     "too many ids": ("topk_idx", lambda t: t.repeat(1, 17), "1 <= K <= 32"),
     "no ids": ("topk_idx", lambda t: t[:, :0].contiguous(), "1 <= K <= 32"),
@@ -56,10 +61,10 @@ BAD = {
     "id too small": ("topk_idx", lambda t: with_value(t, -2), r"-2\] at token 1"),
     "id huge": ("topk_idx", lambda t: with_value(t, 2**40 + 3), "at token 1"),
     "id twice": ("topk_idx", lambda t: t[:, :1].repeat(1, 2), "at token 0, must hold distinct ids"),
-    "weights of bfloat16": (
+    "weights of integers": (
         "topk_weights",
-        lambda t: t.bfloat16(),
-        "topk_weights is torch.bfloat16, must be one of torch.float32, torch.float64",
+        lambda t: t.int(),
+        "topk_weights is torch.int32, must be one of torch.float32, torch.float64",
     ),
     "weights of another shape": (
         "topk_weights",
@@ -80,7 +85,7 @@ def test_bad_tensors(cluster, name, is_first):
     if name in (
         "x of integers",
         "ids of floats",
-        "weights of bfloat16",
+        "weights of integers",
         "too many ids",
         "no ids",
         "x too long",
@@ -194,6 +199,37 @@ def test_bad_handles(cluster):
         ep.dispatch(**arguments, buffer=cluster)
 
 
+@pytest.mark.parametrize("low_latency", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_weights_and_strided_tensors_are_converted_with_their_gradient(cluster, dtype, low_latency):
+    """In each of three calls, of which the last two have known looks."""
+    mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32) if low_latency else None
+    ids = [good()["topk_idx"] for _ in range(2)]
+    x = [torch.randn(H, T) for _ in range(2)]
+    w = [torch.rand(T, K).to(dtype) for _ in range(2)]
+
+    def results(prepare):
+        leaves = [t.clone().requires_grad_() for t in (*x, *w)]
+        xs, ws = [prepare(t.t()) for t in leaves[:2]], [prepare(t, torch.float32) for t in leaves[2:]]
+        if mode is None:
+            rows = ep.dispatch(xs, ids, ws, buffer=cluster)
+            # of columns, and weights of x's half
+            out = [prepare((2 * r).t().contiguous().t()) for r in rows.x]
+            y = ep.combine(out, rows.handle, [prepare(p.to(dtype), torch.float32) for p in rows.probs])
+        else:
+            rows = mode.dispatch(xs, ids, ws)
+            out = [prepare((2 * r).transpose(0, 1).contiguous().transpose(0, 1)) for r in rows.x]
+            y = mode.combine(out, rows.handle, ws)
+        sum((part * part).sum() for part in y).backward()
+        return *y, *rows.probs, *(t.grad for t in leaves)
+
+    want = results(lambda t, dtype=None: t.to(dtype or t.dtype).contiguous())
+    for _ in range(3):
+        got = results(lambda t, dtype=None: t)
+        assert [t.dtype for t in got[-2:]] == [dtype] * 2
+        assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -204,9 +240,7 @@ def test_bad_handles(cluster):
         (lambda w: [w[0], w[1].unsqueeze(1)], r"weights has shape \(\d+, 1\), must be \(\d+,\)"),
         (lambda w: [torch.ones(T, K)] * 2, r"weights has shape \(4, 2\), must be \(\d+,\): .* such as rows.probs"),
         (lambda w: [t.double() for t in w], r"weights is torch.float64, must be one of torch.float32: .* rows\.probs"),
-        (lambda w: [t.bfloat16() for t in w], "weights is torch.bfloat16, must be one of torch.float32"),
         (lambda w: [w[0], w[1].double()], "weights is torch.float32 on one rank and torch.float64 on another"),
-        (lambda w: [w[0], torch.ones(2 * len(w[1]))[::2]], r"weights has strides \(2,\) .* must be contiguous"),
         (lambda w: [w[0], w[1].to("meta")], "weights is on meta, must be on cpu"),
         (lambda w: [w[0], torch._neg_view(w[1])], "weights is a view that negates"),
     ],

@@ -56,6 +56,27 @@ def test_one_graph(nodes, ranks, options):
             assert_all_equal(outputs_and_gradients(compiled, *given), outputs_and_gradients(layer, *given))
 
 
+@pytest.mark.parametrize("options", [{}, {"max_recv_tokens": 24}])
+def test_experts_that_are_split_on_the_host(options):
+    """In one graph, by counts that are known when it runs; x and weights of other dtypes and strides."""
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+
+        def layer(x, ids, weights):
+            weights = [part.bfloat16() for part in weights]
+            rows = ep.dispatch([part.t().contiguous().t() for part in x], ids, weights, buffer=cluster, **options)
+            out = []
+            for part, counts in zip(rows.x, rows.tokens_per_expert, strict=True):
+                sizes = counts.tolist()
+                experts = [(i + 1) * one for i, one in enumerate(part[: sum(sizes)].split(sizes))]
+                out.append(torch.cat([*experts, part[sum(sizes) :]]))
+            return ep.combine(out, rows.handle, weights=rows.probs)
+
+        given = inputs((5, 7))
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            assert_all_equal(outputs_and_gradients(compiled, *given), outputs_and_gradients(layer, *given))
+
+
 def test_no_call_is_left_out_moved_or_merged():
     """Of two that are independent, of one whose result nobody reads, and of one that is made twice."""
     graphs = []
