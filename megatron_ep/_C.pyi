@@ -487,6 +487,7 @@ class RouterBackward:
         logits: int,
         padding: int,
         ids: int,
+        is_replayed: bool,
         grad_weights: int,
         grad_probs: int,
         grad_aux_scores: int,

@@ -27,13 +27,14 @@ RouterForward make_forward(int64_t tokens, int dtype, Address logits, Address bi
 }
 
 RouterBackward make_backward(int64_t tokens, int dtype, Address logits, Address padding,
-                             Address ids, Address grad_weights, Address grad_probs,
-                             Address grad_aux_scores, Address grad_logits) {
+                             Address ids, bool is_replayed, Address grad_weights,
+                             Address grad_probs, Address grad_aux_scores, Address grad_logits) {
     return {tokens,
             static_cast<DType>(dtype),
             at<void>(logits),
             at<bool>(padding),
             at<int64_t>(ids),
+            is_replayed,
             at<void>(grad_weights),
             at<void>(grad_probs),
             at<void>(grad_aux_scores),
@@ -64,8 +65,9 @@ void bind_router(py::module_& m) {
     py::class_<RouterBackward>(m, "RouterBackward",
                                "Addresses of the backward pass's tensors; 0 where there is none.")
         .def(py::init(&make_backward), py::kw_only(), py::arg("tokens"), py::arg("dtype"),
-             py::arg("logits"), py::arg("padding"), py::arg("ids"), py::arg("grad_weights"),
-             py::arg("grad_probs"), py::arg("grad_aux_scores"), py::arg("grad_logits"));
+             py::arg("logits"), py::arg("padding"), py::arg("ids"), py::arg("is_replayed"),
+             py::arg("grad_weights"), py::arg("grad_probs"), py::arg("grad_aux_scores"),
+             py::arg("grad_logits"));
 
     const auto release = py::call_guard<py::gil_scoped_release>();
     m.def("router_forward_host", &router_forward_host, py::arg("config"), py::arg("tensors"),

@@ -30,7 +30,7 @@ struct RouterForward {
     const void* logits;         // [T, E]
     const float* bias;          // [E], added to the scores for the choice only | null
     const bool* padding;        // [T], true: the token gets no expert | null
-    const int64_t* replay_ids;  // [T, K], instead of a choice; outside [0, E) means none | null
+    const int64_t* replay_ids;  // [T, K], instead of a choice, repeats are merged | null
 
     int64_t* ids;                // [T, K], -1: none
     void* weights;               // [T, K], real
@@ -48,7 +48,8 @@ struct RouterBackward {
     DType dtype;          // of the logits, the dense probs and their gradients
     const void* logits;   // [T, E], as in the forward pass
     const bool* padding;  // [T] | null, as in the forward pass
-    const int64_t* ids;   // [T, K], from the forward pass
+    const int64_t* ids;   // [T, K], from the forward pass, or its replay_ids
+    bool is_replayed;     // the latter
 
     const void* grad_weights;     // [T, K], real | null
     const void* grad_probs;       // [T, E] | null

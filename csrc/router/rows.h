@@ -28,6 +28,16 @@ EP_FN void divide_by_sum(Team& team, int n, R* values) {
     team.each(n, [=](int i) { values[i] /= total; });
 }
 
+// Whether an earlier choice of the token names the same expert, as only replayed ones may: the
+// first stands for all of them.
+template <class Id>
+EP_FN bool is_repeated(const Id* ids, int k) {
+    for (int j = 0; j < k; ++j) {
+        if (ids[j] == ids[k]) return true;
+    }
+    return false;
+}
+
 // scores[e]: what an expert is chosen by, before the bias, and what its weight is made of.
 template <class Team, class Storage, class R>
 EP_FN void score_experts(Team& team, const RouterConfig& config, const Storage* logits, R* scores) {
@@ -133,20 +143,42 @@ EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForwa
                        int64_t row, const ForwardScratch<Real<Storage>>& s) {
     const int32_t* const ids = s.id;
     const Real<Storage>* const weights = s.weight;
+    const bool is_replayed = args.replay_ids;
+    auto stands = [=](int k) { return ids[k] >= 0 && !(is_replayed && is_repeated(ids, k)); };
     if (args.probs) {
         Storage* const probs = static_cast<Storage*>(args.probs) + row * config.experts;
         team.each(config.experts, [=](int e) { probs[e] = Storage{}; });
         team.each(config.topk, [=](int k) {
-            if (ids[k] >= 0) from_real(weights[k], probs[ids[k]]);
+            if (stands(k)) from_real(weights[k], probs[ids[k]]);
         });
     }
     if (args.routing_map) {
         bool* const map = args.routing_map + row * config.experts;
         team.each(config.experts, [=](int e) { map[e] = false; });
         team.each(config.topk, [=](int k) {
-            if (ids[k] >= 0) map[ids[k]] = true;
+            if (stands(k)) map[ids[k]] = true;
         });
     }
+}
+
+// Of repeated choices the first keeps its place. Nobody has looked at the ids, for which the host
+// would wait: one that is none stays in them, as dispatch refuses it, and makes all weights NaN.
+template <class Team, class R>
+EP_FN void finish_replay(Team& team, const RouterConfig& config, const int64_t* replay,
+                         int64_t* ids, R* weights, const ForwardScratch<R>& s) {
+    const int32_t* const chosen = s.id;
+    R* const weight = s.weight;
+    const int experts = config.experts;
+    auto is_none = [=](int k) { return replay[k] < -1 || replay[k] >= experts; };
+    const R wrong = team.template max<R>(config.topk, [=](int k) { return R(is_none(k)); });
+    team.each(config.topk, [=](int k) {
+        if (is_none(k)) ids[k] = replay[k];
+        if (chosen[k] >= 0 && is_repeated(chosen, k)) {
+            ids[k] = -1;
+            weights[k] = 0;
+        }
+        if (wrong > 0) weights[k] = weight[k] = kInfinity<R> - kInfinity<R>;
+    });
 }
 
 template <class Storage, class Team>
@@ -155,13 +187,13 @@ EP_FN void forward_row(Team& team, const RouterConfig& config, const RouterForwa
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;
     const int experts = config.experts;
     int32_t* const chosen = s.id;
+    const int64_t* const replay = args.replay_ids ? args.replay_ids + row * config.topk : nullptr;
 
     const bool padded = args.padding && args.padding[row];
     if (!padded) score_experts(team, config, logits, s.score);
     if (padded) {
         team.each(config.topk, [=](int k) { chosen[k] = -1; });
-    } else if (args.replay_ids) {
-        const int64_t* const replay = args.replay_ids + row * config.topk;
+    } else if (replay) {
         team.each(config.topk, [=](int k) {
             const bool exists = replay[k] >= 0 && replay[k] < experts;
             chosen[k] = exists ? static_cast<int32_t>(replay[k]) : -1;
@@ -170,14 +202,15 @@ EP_FN void forward_row(Team& team, const RouterConfig& config, const RouterForwa
         choose(team, config, args.bias, s);
     }
     weigh(team, config, s);
-
     int64_t* const ids = args.ids + row * config.topk;
     auto* const weights = static_cast<Real<Storage>*>(args.weights) + row * config.topk;
     team.each(config.topk, [&](int k) {
         ids[k] = chosen[k];
         weights[k] = s.weight[k];
-        if (chosen[k] >= 0) team.increment(args.tokens_per_expert + chosen[k]);
+        if (chosen[k] >= 0 && !(replay && is_repeated(chosen, k)))
+            team.increment(args.tokens_per_expert + chosen[k]);
     });
+    if (replay && !padded) finish_replay(team, config, replay, ids, weights, s);
     write_dense<Storage>(team, config, args, row, s);
     if (args.aux_scores) write_auxiliary(team, config, args, row, padded, s);
 }
@@ -207,7 +240,8 @@ EP_FN void divide_by_sum_gradient(Team& team, int n, const R* x, R* grad) {
     team.each(n, [=](int i) { grad[i] = (grad[i] - mean) / total; });
 }
 
-// s.choice_grad from the gradients of the weights and of the dense probs.
+// s.choice_grad from the gradients of the weights and of the dense probs; of repeated choices the
+// first has that of all.
 template <class Storage, class Team>
 EP_FN void choice_gradients(Team& team, const RouterConfig& config, const RouterBackward& args,
                             int64_t row, const Storage* logits,
@@ -220,10 +254,15 @@ EP_FN void choice_gradients(Team& team, const RouterConfig& config, const Router
         args.grad_probs ? static_cast<const Storage*>(args.grad_probs) + row * config.experts
                         : nullptr;
     const R scale = static_cast<R>(config.scaling_factor);
+    const bool is_replayed = args.is_replayed;
     team.each(config.topk, [=](int k) {
-        const int32_t id = s.id[k] = static_cast<int32_t>(ids[k]);
+        const bool exists = ids[k] >= 0 && ids[k] < config.experts;
+        const int32_t id = s.id[k] = exists ? static_cast<int32_t>(ids[k]) : -1;
+        int first =
+            is_replayed ? 0 : k;  // as in Megatron's scatter, whose gradient all of them get
+        while (ids[first] != ids[k]) ++first;
         R grad = 0;
-        if (id >= 0 && grad_weights) grad += grad_weights[k];
+        if (id >= 0 && grad_weights) grad += grad_weights[first];
         if (id >= 0 && grad_probs) grad += to_real(grad_probs[id]);
         s.choice_grad[k] = grad * scale;
     });
@@ -232,32 +271,42 @@ EP_FN void choice_gradients(Team& team, const RouterConfig& config, const Router
         softmax(team, config.topk, s.choice_score,
                 [=](int k) { return s.id[k] < 0 ? none : to_real(logits[s.id[k]]); });
         softmax_gradient(team, config.topk, s.choice_score, s.choice_grad);
-        return;
+    } else {
+        const bool sigmoids = config.score == ScoreFunction::Sigmoid;
+        team.each(config.topk, [=](int k) {
+            const int32_t id = s.id[k];
+            s.choice_score[k] = id < 0     ? R(0)
+                                : sigmoids ? sigmoid(to_real(logits[id]))
+                                           : s.score[id];
+        });
+        if (config.renormalize)
+            divide_by_sum_gradient(team, config.topk, s.choice_score, s.choice_grad);
     }
-    const bool sigmoids = config.score == ScoreFunction::Sigmoid;
+    if (!is_replayed) return;
     team.each(config.topk, [=](int k) {
-        const int32_t id = s.id[k];
-        s.choice_score[k] = id < 0 ? R(0) : sigmoids ? sigmoid(to_real(logits[id])) : s.score[id];
+        if (is_repeated(s.id, k)) return;
+        for (int j = k + 1; j < config.topk; ++j) {
+            if (s.id[j] == s.id[k]) s.choice_grad[k] += s.choice_grad[j];
+        }
     });
-    if (config.renormalize)
-        divide_by_sum_gradient(team, config.topk, s.choice_score, s.choice_grad);
 }
 
 // Scores of which only the choices' have a gradient.
 template <class Storage, class Team>
-EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, Storage* out,
-                                 const BackwardScratch<Real<Storage>>& s) {
+EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, bool is_replayed,
+                                 Storage* out, const BackwardScratch<Real<Storage>>& s) {
     const bool sigmoids = config.score == ScoreFunction::Sigmoid;
     team.each(config.experts, [=](int e) { out[e] = Storage{}; });
     team.each(config.topk, [=](int k) {
         const auto slope = sigmoids ? s.choice_score[k] * (1 - s.choice_score[k]) : 1;
-        if (s.id[k] >= 0) from_real(s.choice_grad[k] * slope, out[s.id[k]]);
+        if (s.id[k] >= 0 && !(is_replayed && is_repeated(s.id, k)))
+            from_real(s.choice_grad[k] * slope, out[s.id[k]]);
     });
 }
 
 // Every expert's score has a gradient: it entered a softmax or the scores of the auxiliary loss.
 template <class Storage, class Team>
-EP_FN void write_dense_gradient(Team& team, const RouterConfig& config,
+EP_FN void write_dense_gradient(Team& team, const RouterConfig& config, bool is_replayed,
                                 const Real<Storage>* grad_aux_scores, Storage* out,
                                 const BackwardScratch<Real<Storage>>& s) {
     using R = Real<Storage>;
@@ -266,7 +315,8 @@ EP_FN void write_dense_gradient(Team& team, const RouterConfig& config,
     R* const grad = s.grad;
     const auto add_choices = [&] {
         team.each(config.topk, [=](int k) {
-            if (s.id[k] >= 0) grad[s.id[k]] += s.choice_grad[k];
+            if (s.id[k] >= 0 && !(is_replayed && is_repeated(s.id, k)))
+                grad[s.id[k]] += s.choice_grad[k];
         });
     };
     if (grad_aux_scores) {
@@ -307,9 +357,10 @@ EP_FN void backward_row(Team& team, const RouterConfig& config, const RouterBack
     choice_gradients(team, config, args, row, logits, s);
     if (dense) {
         const R* const aux = static_cast<const R*>(args.grad_aux_scores);
-        write_dense_gradient(team, config, aux ? aux + row * config.experts : nullptr, out, s);
+        write_dense_gradient(team, config, args.is_replayed,
+                             aux ? aux + row * config.experts : nullptr, out, s);
     } else {
-        write_sparse_gradient(team, config, out, s);
+        write_sparse_gradient(team, config, args.is_replayed, out, s);
     }
 }
 

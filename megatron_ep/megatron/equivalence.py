@@ -104,7 +104,8 @@ def compare_layers(
         seed: of weights and inputs.
         options: see `make_config`.
         router: of our layer; None: Megatron's own.
-        padding: so many of a rank's tokens, its last, are declared to be padding.
+        padding: so many of a rank's tokens, its last, are declared to be padding, whose outputs are not compared, and
+            get no gradient.
 
     Returns:
         For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
@@ -127,7 +128,8 @@ def compare_layers(
     for layer in (theirs, ours):
         leaf = x.clone().requires_grad_()
         output, _ = layer(leaf, padding_mask=mask)
-        output.backward(grad)
+        output = output[: own - padding]
+        output.backward(grad[: own - padding])
         gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
         results.append({"output": output.detach(), "input gradient": leaf.grad, **gradients})
     expected, actual = results

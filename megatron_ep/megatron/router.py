@@ -71,7 +71,8 @@ class EPTopKRouter(TopKRouter):
 
         Args:
             logits: [S, B, E], T = S * B.
-            padding_mask: bool [S, B], True for padding: routed like the rest, but left out of losses and counts.
+            padding_mask: bool [S, B], True for padding, which gets no expert here: it is not sent, comes back as zeros,
+                and is left out of losses and counts.
 
         Returns:
             probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] in that dtype
@@ -86,7 +87,7 @@ class EPTopKRouter(TopKRouter):
         logits = self.apply_z_loss(logits, padding_mask=padding_mask)
 
         balances = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
-        routing = self._choose(logits, dense=not sparse, aux=balances)
+        routing = self._choose(logits, padding_mask, dense=not sparse, aux=balances)
         if sparse:
             weights, chosen = routing.weights, routing.ids
         else:
@@ -103,10 +104,12 @@ class EPTopKRouter(TopKRouter):
             )
         if balances:
             weights = self._apply_balancing(weights, routing, padding_mask, seq_length, batch_size)
-        self._count_tokens(routing, chosen, padding_mask)
+        if self.enable_expert_bias and torch.is_grad_enabled():  # which Megatron updates by what is dispatched
+            is_limited = self.config.moe_expert_capacity_factor is not None
+            self.local_tokens_per_expert += chosen.sum(dim=0) if is_limited else routing.tokens_per_expert
         return weights, chosen
 
-    def _choose(self, logits: torch.Tensor, dense: bool, aux: bool) -> Routing:
+    def _choose(self, logits: torch.Tensor, padding: torch.Tensor | None, dense: bool, aux: bool) -> Routing:
         config = self.config
         options: dict[str, Any] = dict(
             score_function=self.score_function,
@@ -118,21 +121,28 @@ class EPTopKRouter(TopKRouter):
         if config.moe_router_group_topk:
             options |= dict(num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk)
         if ROUNDS_SCORES and logits.element_size() == 2:
-            return self._choose_as_megatron(logits, options, aux)
+            return self._choose_as_megatron(logits, padding, options, aux)
         if self.router_replay is not None:
             options["replay_ids"] = self._replay_ids(logits.detach(), options)
-        routing = grouped_topk(logits, self.topk, **options, dense=dense, aux=aux)
+        routing = grouped_topk(logits, self.topk, **options, padding_mask=padding, dense=dense, aux=aux)
         return routing._replace(weights=routing.weights.to(logits.dtype))
 
-    def _choose_as_megatron(self, logits: torch.Tensor, options: dict[str, Any], aux: bool) -> Routing:
+    def _choose_as_megatron(
+        self, logits: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any], aux: bool
+    ) -> Routing:
         """options: of `grouped_topk`."""
         renamed = dict(options, use_pre_softmax=options["pre_softmax"], router_replay=self.router_replay)
         del renamed["pre_softmax"]
         probs, routing_map = topk_routing_with_score_function(logits, self.topk, **renamed)
+        valid = None if padding is None else ~padding.unsqueeze(-1)
+        if valid is not None:
+            probs, routing_map = probs * valid, routing_map & valid
         ids, weights = choices_of(routing_map, probs, self.topk)
         aux_map, aux_scores = None, None
         if aux:
             aux_map, aux_scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            if valid is not None:
+                aux_map, aux_scores = aux_map & valid, aux_scores * valid
         return Routing(ids, weights, routing_map.sum(dim=0), probs, routing_map, aux_scores, aux_map)
 
     def _replay_ids(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -156,26 +166,10 @@ class EPTopKRouter(TopKRouter):
         """Hangs Megatron's auxiliary losses on the weights; their scores and map leave padding out."""
         scores, chosen = routing.aux_scores, routing.aux_map
         assert scores is not None and chosen is not None
-        if padding_mask is not None:
-            valid = ~padding_mask.unsqueeze(-1)
-            scores, chosen = scores * valid, chosen & valid
         padded = padding_mask is not None
         weights = self._apply_aux_loss(weights, scores, chosen, with_padding_mask=padded)
         weights = self._apply_seq_aux_loss(weights, scores, chosen, seq_length, batch_size, with_padding_mask=padded)
         return self._apply_global_aux_loss(weights, scores, chosen, with_padding_mask=padded)
-
-    def _count_tokens(self, routing: Routing, chosen: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
-        """Adds to the counts from which Megatron updates the expert bias: of dispatched tokens, without padding."""
-        if not (self.enable_expert_bias and torch.is_grad_enabled()):
-            return
-        if padding_mask is None and self.config.moe_expert_capacity_factor is None:
-            self.local_tokens_per_expert += routing.tokens_per_expert
-            return
-        if chosen.dtype != torch.bool:
-            shape = (chosen.shape[0], self.config.num_moe_experts)
-            chosen = chosen.new_zeros(shape, dtype=torch.bool).scatter(1, chosen, True)
-        # The base class would broadcast a [T] mask along the experts.
-        self._apply_expert_bias(chosen, None if padding_mask is None else padding_mask.unsqueeze(-1))
 
 
 def fused_router(

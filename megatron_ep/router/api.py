@@ -100,8 +100,10 @@ def grouped_topk(
         renormalize: None does as Megatron: True for "sigmoid", False for "softmax" with pre_softmax; without it the
             weights sum to 1 anyway.
         padding_mask: bool [T]; tokens where it is True get no expert and are not counted.
-        replay_ids: int64 [T, K], distinct in a row: takes these experts instead of choosing; -1 for none. Checking them
-            waits for the GPU.
+        replay_ids: int64 [T, K]: takes these experts instead of choosing; -1 for none. An expert named again by a token
+            is merged as in Megatron's dense map: its first place keeps the weight, which is computed as if they were
+            distinct, the others become -1, and the gradient of that weight counts for all of them. On a GPU, where
+            nothing waits for a look at them, another id stays in `ids`, and the token's weights are NaN.
         dense: also return probs and routing_map.
         aux: also return aux_scores, softmax(logits) or sigmoid(logits) / (their sum + 1e-20), and aux_map, the K
             largest of them; 0 and False for padding. Bias, groups, scaling and replay_ids play no part
@@ -176,8 +178,8 @@ class _GroupedTopk(Function):
             aux_map=_address(aux_map),
         )
         _run("router_forward", logits.device, config, tensors)
-        ctx.save_for_backward(logits, padding, ids)
-        ctx.config = config
+        ctx.save_for_backward(logits, padding, ids if replay_ids is None else replay_ids)
+        ctx.config, ctx.is_replayed = config, replay_ids is not None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (ids, tokens_per_expert, routing_map, aux_map) if t is not None))
         return ids, weights, tokens_per_expert, probs, routing_map, aux_scores, aux_map
@@ -198,6 +200,7 @@ class _GroupedTopk(Function):
             logits=_address(logits),
             padding=_address(padding),
             ids=_address(ids),
+            is_replayed=ctx.is_replayed,
             grad_weights=_address(grad_weights),
             grad_probs=_address(grad_probs),
             grad_aux_scores=_address(grad_aux_scores),
@@ -330,8 +333,5 @@ def _check_tensor(
 
 
 def _check_replay_ids(ids: torch.Tensor, num_experts: int) -> None:
-    if ((ids < -1) | (ids >= num_experts)).any():
+    if ids.device.type == "cpu" and ((ids < -1) | (ids >= num_experts)).any():
         raise ValueError(f"replay_ids has ids from {ids.min()} to {ids.max()}, must be in [-1, {num_experts})")
-    ordered = ids.sort(dim=1).values
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-        raise ValueError("replay_ids has an expert twice in a row, must be distinct")
