@@ -72,7 +72,7 @@ class Job:
         self.launchers = []
         for machine in range(2):
             own = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp"}
-            if waits == "address" and machine == 1:
+            if waits == "address" and machine == 0:  # which the others call
                 own["MEGATRON_EP_ADDRESS"] = "127.0.0.1"
             with log_of(folder, machine).open("w") as log:
                 command = torchrun(self.made, *arguments, ranks=2)
@@ -169,7 +169,7 @@ FAULTS = [
     Fault("packets of more than 900 bytes are lost", 10, drop_large),
     Fault("the launcher of machine 1 is killed", 60, lambda job: job.made.stop(1), (0, 1)),
     Fault("both machines have the same name", 60, lambda job: None, (), hostname="box"),
-    Fault("machine 1 on the wrong interface", 10, lambda job: job.go.touch(), waits="address"),
+    Fault("machine 0 on the wrong interface", 10, lambda job: job.go.touch(), waits="address"),
     Fault("a firewall between the machines", 10, set_up_behind_a_firewall, waits="yes"),
     Fault(
         "`kill -9` of rank 3, which has forked",
