@@ -1,13 +1,15 @@
 """The scripts in examples/ do what they say: each checks its own result and is short enough to read."""
 
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from forks import Forks
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 # How many torchrun would start; 0: the script runs by itself.
 RANKS = {
     "local_cluster.py": 0,
@@ -47,3 +49,21 @@ def test_script(forks: Forks, arguments: list[str], says: str) -> None:
     ranks = forks.run_ranks(command, RANKS[name]) if RANKS[name] else forks.run(command, [dict(os.environ)])
     for status, text in ranks:
         assert status == 0 and text.count(says) == 1, text
+
+
+def test_an_own_model(forks: Forks, tmp_path: Path) -> None:
+    """The blocks of the quick start; DDP and FSDP2 give the same gradients."""
+    section = (ROOT / "docs/quickstart.md").read_text().split("## In your own model\n")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    code = code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')  # Inductor takes a minute
+    code = code.replace('f"model_', f'f"{tmp_path}/model_')
+    code += """
+for ours, other in zip(model.parameters(), sharded.parameters(), strict=True):
+    torch.testing.assert_close(ours.grad, getattr(other.grad, "full_tensor", lambda: other.grad)())
+copy.deepcopy(model).bfloat16()(x.bfloat16()).sum().backward()
+print("both are equal", flush=True)
+dist.destroy_process_group()
+"""
+    (tmp_path / "own_model.py").write_text(code)
+    for status, text in forks.run_ranks([str(tmp_path / "own_model.py")], 2):
+        assert status == 0 and text.count("both are equal") == 1, text
