@@ -57,11 +57,11 @@ const char* name(Wait wait) {
         case Wait::NotifyNode:
             return "counts from a rank of this node";
         case Wait::NvlCredit:
-            return "room in an NVLink ring";
+            return "room in a ring between ranks of this node";
         case Wait::NvlRow:
-            return "a row in an NVLink ring";
+            return "a row in a ring between ranks of this node";
         case Wait::NvlDrain:
-            return "an NVLink ring to run empty";
+            return "a ring between ranks of this node to run empty";
         case Wait::RdmaCredit:
             return "room in a network ring";
         case Wait::RdmaRow:

@@ -81,10 +81,10 @@ HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 class AbortPeersOnError:
     """See `RankGroup.abort_peers_on_error`."""
 
-    __slots__ = ("_group",)
+    __slots__ = ("_backward_of", "_group")
 
-    def __init__(self, group: RankGroup):
-        self._group = group
+    def __init__(self, group: RankGroup, backward_of: str):
+        self._group, self._backward_of = group, backward_of
 
     def __enter__(self) -> None:
         pass
@@ -92,6 +92,9 @@ class AbortPeersOnError:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             self._group.abort_peers(error)
+        if isinstance(error, EPTimeoutError) and self._backward_of:
+            why = f"in the backward pass of {self._backward_of}: does the loss contain its output on all ranks?"
+            error.args = (f"{error}\n  {why}",)
 
 
 class RankGroup(OfOneProcess):
@@ -307,9 +310,12 @@ class RankGroup(OfOneProcess):
             return None
         return self._failure(*aborted)
 
-    def abort_peers_on_error(self) -> AbortPeersOnError:
-        """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
-        return AbortPeersOnError(self)
+    def abort_peers_on_error(self, backward_of: str = "") -> AbortPeersOnError:
+        """An error inside that only this rank knows of reaches the others too, who would wait for this one.
+
+        backward_of: the call whose backward pass is inside, which a timeout names.
+        """
+        return AbortPeersOnError(self, backward_of)
 
     def abort_peers(self, error: BaseException) -> None:
         """Tells the other ranks that this one failed. Not for an EPError, which they know of."""

@@ -88,7 +88,7 @@ class DispatchFunction(Function):
                 rows = tuple(grad.new_empty(*grad.shape, 0, dtype=torch.float32) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("dispatch"):
             back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
         return (*(None,) * (3 + no_x_grads), *back[no_x_grads:])
 
@@ -114,7 +114,7 @@ class CombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("combine"):
             return (None, None, None, *spread(ctx.handle, grads))
 
 
@@ -138,7 +138,7 @@ class WeightedCombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("combine"):
             return WeightedCombineFunction._backward(ctx, grads)
 
     @staticmethod

@@ -87,7 +87,7 @@ class DispatchFunction(Function):
         n = ctx.num_ranks
         has_weights = len(ctx.needs_input_grad) > 3 + n
         grads = grads[: 2 * n if has_weights else n]
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("dispatch"):
             if ctx.is_float8:
                 grads = (*map(empty_rows, grads[:n]), *grads[n:])
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
@@ -119,7 +119,7 @@ class Float8DispatchFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("dispatch"):
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
@@ -132,7 +132,7 @@ class CombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.group.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error("combine"):
             back = differentiable_dispatch(ctx.handle, ctx.num_ranks, *(in_memory(grad) for grad in grads))
         return (None, None, *back)
 
@@ -153,7 +153,7 @@ class WeightedCombineFunction(Function):
         x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
-        with handle.group.abort_peers_on_error():
+        with handle.group.abort_peers_on_error("combine"):
             marks = [row_marks(grad, handle.topk) for grad in grads]
             back = differentiable_dispatch(handle, n, *(in_memory(grad) for grad in grads), *marks)
             rows = back[:n]

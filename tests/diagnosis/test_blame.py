@@ -238,7 +238,7 @@ def status(rank, notify, transfer, inside=None, waits=(), **low_latency):
     return blame.RankStatus(rank, entered, finished, incidents, "")
 
 
-def waits(peer, role="receiver", outcome="timeout", what="a row in an NVLink ring", call=5):
+def waits(peer, role="receiver", outcome="timeout", what="a row in a ring between ranks of this node", call=5):
     return (outcome, role, what, peer, call)
 
 

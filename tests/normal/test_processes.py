@@ -188,17 +188,21 @@ def run_one_absent(phase):
     x, ids, weights = inputs(8, 2)
     absent = buffer.rank == 3
     mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
-    rows = ep.dispatch(*mine, buffer=buffer) if phase == "combine" else None
+    mine[0].requires_grad_(phase == "backward")
+    rows = None if phase == "notify" else ep.dispatch(*mine, buffer=buffer)
+    y = ep.combine(rows.x, rows.handle) if phase == "backward" else None
     started = time.monotonic()
     if absent:
         time.sleep(2 * TIMEOUT)
         message = ""
     else:
         with pytest.raises(ep.EPTimeoutError) as caught:
-            if rows is None:
-                ep.dispatch(*mine, buffer=buffer)
-            else:
+            if y is not None:
+                y.sum().backward()
+            elif rows is not None:
                 ep.combine(rows.x, rows.handle)
+            else:
+                ep.dispatch(*mine, buffer=buffer)
         assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
         assert caught.value.incidents, "a rank that waited says for what"
         message = "\n".join([str(caught.value), *map(describe, caught.value.incidents)])
@@ -211,12 +215,14 @@ def run_one_absent(phase):
     [
         ("notify", "notify", "rank 3 has not entered notify 1 (it finished 0)"),
         ("combine", "combine_receiver", "rank 3 has not entered call 2 (it finished 1)"),
+        ("backward", "receiver", "rank 3 has not entered call 3 (it finished 2)"),
     ],
 )
 def test_an_absent_rank_is_named(ranks, phase, role, says):
     messages = ranks.run(run_one_absent, phase)
     assert any(f"{role}, channel 0" in m and "from rank 3: seen" in m for m in messages), messages
     assert all(f": {says}\n" in m for m in messages[:3]), messages
+    assert all(("in the backward pass of combine" in m) == (phase == "backward") for m in messages[:3]), messages
 
 
 def run_different_calls():
