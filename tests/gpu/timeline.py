@@ -102,7 +102,7 @@ def joined(kernels, gap):
     return runs
 
 
-def draw(kernels, path, title, window=None, width=1200, left=240):
+def draw(kernels, path, title, window=None, width=1200, left=80):
     """An SVG with a row for each stream and an axis of milliseconds.
 
     window: (begin, end) in us since the first kernel; None: the middle 40 ms.
@@ -126,8 +126,7 @@ def draw(kernels, path, title, window=None, width=1200, left=240):
         parts.append(f'<path d="M{x:.1f} 24V{foot}" stroke="#d0d7de"/>')
         parts.append(f'<text x="{x:.1f}" y="{foot + 14}" text-anchor="middle">{number * tick:g} ms</text>')
     for stream, row in rows.items():
-        kinds = [kind for kind in COLOURS if any(kernel[2:] == (stream, kind) for kernel in shown)]
-        parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}: {", ".join(kinds)}</text>')
+        parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}</text>')
     for begin, stop, stream, kind in joined(shown, GAP / scale):
         x, size = left + scale * (max(begin, start) - start), scale * (min(stop, end) - max(begin, start))
         where = f'x="{x:.1f}" y="{28 + 30 * rows[stream]}" width="{max(size, 0.2):.1f}" height="22"'
