@@ -26,7 +26,9 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # docstrings say shapes and dtypes, which say more
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 100
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False
 html_theme = "furo"
