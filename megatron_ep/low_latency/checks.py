@@ -78,8 +78,9 @@ class Checks:
             x, topk_idx, scales = as_taken(x), as_taken(topk_idx), as_taken(scales)
             topk_weights = as_taken(topk_weights, torch.float32)
             tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
-            plan = plan or self._plan_dispatch(*tensors, *settings)
-            self._plans.add(looks, (plan, looks == looks_of(settings, *tensors)))
+            if plan is None:
+                plan = self._plan_dispatch(*tensors, *settings)
+                self._plans.add(looks, (plan, looks == looks_of(settings, *tensors)))
         assert plan is not None
         listed = self._listed
         ids = listed(topk_idx)
@@ -160,8 +161,9 @@ class Checks:
         if not is_as_taken:
             x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
             tensors = (x, weights, out, recv_wait_ns)
-            plan = plan or self._plan_combine(handle, *tensors, *settings)
-            self._plans.add(looks, (plan, looks == looks_of(how, *tensors)))
+            if plan is None:
+                plan = self._plan_combine(handle, *tensors, *settings)
+                self._plans.add(looks, (plan, looks == looks_of(how, *tensors)))
         assert plan is not None
         listed = self._listed
         counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)

@@ -157,8 +157,8 @@ def dispatch(
             tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
             if is_as_taken is None:
                 _check_dispatch(group, handle, *tensors, *settings, is_traced)
-            if looks is not None:
-                group.known_calls.add(looks, looks == looks_of(how, *tensors))
+                if looks is not None:
+                    group.known_calls.add(looks, looks == looks_of(how, *tensors))
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
@@ -244,8 +244,8 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
             x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
             if is_as_taken is None:
                 _check_combine(group, handle, x, weights, is_traced)
-            if looks is not None:
-                group.known_calls.add(looks, looks == looks_of((handle.looks,), x, weights))
+                if looks is not None:
+                    group.known_calls.add(looks, looks == looks_of((handle.looks,), x, weights))
         xs, row_weights = listed(x, group), listed(weights, group)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
