@@ -147,7 +147,7 @@ def run_a_rank_that_is_late() -> str:
     with pytest.raises(ep.EPError) as caught:
         buffer.release()
     assert time.monotonic() - started < 8 and not buffer.is_open
-    distributed.RENDEZVOUS_S, release.DECISION_S = 60.0, 10.0
+    distributed.RENDEZVOUS_S, release.DECISION_S = 5.0, 10.0
     dist.barrier()
     with make_buffer(1) as other:
         round_trips(other, rounds=1)

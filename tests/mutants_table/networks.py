@@ -34,8 +34,8 @@ LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, aut
             store(queue.card->bell, queue.bell_of(own[lane] + entries, entries != 0));
             queue.fence_bell();
         });"""
-HALF = "if (card()->template is_over<W>(middle)) return middle + 1;"
-FIRST = "return first + card()->template is_over<W>(first);"
+HALF = "if (card->template is_over<W>(middle)) return middle + 1;"
+FIRST = "return first + card->template is_over<W>(first);"
 OVER = """return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);"""
 LANES_POSTED = """warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
@@ -182,7 +182,7 @@ MUTANTS = [
         "send queue: a card is always done with its first entry",
         QUEUE,
         FIRST,
-        "card()->template is_over<W>(first)",
+        "card->template is_over<W>(first)",
         "1",
         NIC,
     ),
