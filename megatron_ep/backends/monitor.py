@@ -110,6 +110,8 @@ class Monitor:
         describe = self._describe()
         if describe is None or self._has_told or not self._is_everybodys(outcome):
             return
+        if self._news is None and not failures.watchers:
+            return  # so that a GPU is asked only where somebody wants to know
         self._has_told = True
         failure = describe(outcome, rank)
         if self._news is not None:
