@@ -75,7 +75,7 @@ set_up_log = logging.getLogger("megatron_ep.buffer")
 
 _of_parents: list[Any] = []  # in a forked child: the end of these would touch what is still in use
 
-HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
+HOW_TO_GO_ON = "every rank must call buffer.reset() before the buffer is used again"
 
 
 class AbortPeersOnError:
