@@ -68,6 +68,8 @@ class Place:
         self.store = store
         self.rank, self.world_size, self.name = rank, world_size, name
         self.begun = 0  # rendezvous
+        self.came = 0.0  # when this rank began the last one, by `time.time()`
+        self.has_failed = False  # since it has met the others
         self._process = os.getpid()
         self.meeting = threading.Lock()  # one rendezvous at a time begins
         self.left: list[Callable[[dist.Store], None]] = []  # takes what a rendezvous that is over has left in the store
@@ -95,8 +97,11 @@ class Place:
             return None
 
     def failure_of(self, presence: Presence) -> str:
-        """A failure that has not been heard of; "" without one."""
+        """A failure that has not been heard of; "" without one. A rank that has failed itself and comes again does not
+        heed what others told before: they may have made the same mistake, and come again, too."""
         names = presence.question.split()
+        if self.has_failed and presence.since < self.came:
+            return ""
         if not presence.failure or not presence.is_of_this_job or not self.heard.isdisjoint(names):
             return ""
         self.heard.update(names)
@@ -106,6 +111,7 @@ class Place:
         """Tells those who come to the next rendezvous that this process takes part, or why it does not. Does nothing in
         a forked child. Raises RuntimeError where the store does not answer."""
         name = new_name() if failure else ""
+        self.has_failed |= bool(failure)
         if self._process == os.getpid():
             bounded(TELL_S, lambda: self.write(self.connect(), name, failure))
 

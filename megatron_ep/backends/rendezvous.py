@@ -87,7 +87,8 @@ class StoreRendezvous:
             dict  # what has become of ranks that will not come any more
         )
         self._place = place
-        self._connection = bounded(DECISION_S, place.connect)
+        place.came = time.time()
+        self._store = self._connection = bounded(DECISION_S, place.connect)
         self._name = "" if self.rank else new_name()
         self._answered: set[str] = set()
         self._met: dict[int, Presence] = {}  # as they were seen last
@@ -240,6 +241,7 @@ class StoreRendezvous:
             answers = self._answers(mine, end, wait)
         finally:
             self._place.meeting.release()
+        self._place.has_failed = False
         if self.rank == 0:
             while self._place.left:  # all have come here
                 self._place.left.pop()(self._connection)

@@ -25,4 +25,7 @@ def _seconds() -> float:
 
 
 def _name_of(task: Path) -> str:
-    return (task / "comm").read_text().strip()
+    try:
+        return (task / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return ""

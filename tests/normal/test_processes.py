@@ -404,8 +404,9 @@ def run_set_up():
         make_buffer(tuning=ep.Tuning(channels=3)) as buffer,
     ):
         buffer.reset()
+        exchanges = buffer._group._rendezvous.exchanges
     assert dist.group.WORLD._get_sequence_number_for_group() == before
-    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._group._rendezvous.exchanges
+    return [call.args[0] % call.args[1:] for call in info.mock_calls], exchanges
 
 
 def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
