@@ -110,7 +110,7 @@ UNEVEN = {
     "uneven": ([24, 1, 5, 60], 0, {}),
     "uneven, padding, auxiliary loss": ([24, 8, 9, 60], 7, AUX_LOSS),
     "uneven, padding, groups": (
-        [24, 8, 9, 60],
+        [24, 8, 12, 60],
         7,
         {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     ),
