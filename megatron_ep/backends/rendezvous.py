@@ -360,6 +360,7 @@ class StoreRendezvous:
     def _fail(self, reason: str) -> None:
         """Tells the others that this rank has failed in this exchange, if the store answers in time."""
         text = self._blame(self.rank, reason)
+        self._place.has_failed = True
 
         def tell() -> None:
             if not self._name:

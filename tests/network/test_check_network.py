@@ -107,7 +107,10 @@ EXAMINED = """
 import sys
 from unittest import mock
 from megatron_ep.cli import network
-with mock.patch.object(network, "examine_all", lambda rendezvous, timeout: ("all is well", 0)):
+def examined(rendezvous, timeout):
+    rendezvous.barrier()
+    return "all is well", 0
+with mock.patch.object(network, "examine_all", examined):
     sys.exit(network.main_of_rank(30.0))
 """
 
