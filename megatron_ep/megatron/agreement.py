@@ -189,11 +189,10 @@ def _check_gradients(optimizer: MegatronOptimizer) -> None:
 
 def _are_finite(optimizer: MegatronOptimizer) -> bool:
     """Whether the norm of the gradients is, or the gradients themselves where Megatron needs no norm."""
-    values = _norms or [
-        torch.stack([norm.to(norms[0].device) for norm in norms])
-        for norms in [torch._foreach_norm(list(_gradients(optimizer)), math.inf)]
-        if norms
-    ]
+    values: list[float | torch.Tensor] = _norms
+    if not values and (gradients := list(_gradients(optimizer))):
+        norms = torch._foreach_norm(gradients, math.inf)
+        values = [torch.stack([norm.to(norms[0].device) for norm in norms])]
     for value in values:
         if isinstance(value, torch.Tensor):
             _wait_for_stream(value)

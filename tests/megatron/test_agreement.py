@@ -115,6 +115,9 @@ def _steps_of_some():
     agreement.log.addHandler(handler)
     try:
         with mock.patch.object(agreement, "ASK_S", 0.3):
+            without_gradients, (frozen,) = _optimizer(parts=1)
+            del frozen.main_grad
+            without_gradients.step()
             for _ in range(dist.get_rank()):
                 optimizer.step()
             finite = parameters[0].item()
