@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ep import reference
-    from megatron_ep.buffer import Buffer, LocalCluster
+    from megatron_ep.buffer.buffer import Buffer, LocalCluster
     from megatron_ep.config import Config, Topology, Tuning
     from megatron_ep.diagnosis.failures import abort_all, raise_if_failed
     from megatron_ep.errors import EPAbortError, EPError, EPMaskedError, EPOverflowError, EPStuckError, EPTimeoutError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
 _HOMES = {
-    "Buffer": "buffer",
-    "LocalCluster": "buffer",
+    "Buffer": "buffer.buffer",
+    "LocalCluster": "buffer.buffer",
     "Config": "config",
     "Topology": "config",
     "Tuning": "config",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.normal.handle import Handle
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -77,7 +77,7 @@ assert {*OPTIONS} == {*NAMES}
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script in this process, as rank RANK of WORLD_SIZE; ends it with status 2 for a user's mistake."""
     options, moved = _options(sys.argv[1:] if argv is None else argv)
-    from megatron_ep.backends import job
+    from megatron_ep.meeting import job
 
     script = Path(options.script)
     if not script.is_file():
@@ -144,11 +144,11 @@ def _require_gpu() -> None:
     """Raises ValueError if there is none that this build can use."""
     import torch
 
-    from megatron_ep.backends import cuda
+    from megatron_ep.fabrics import gpu
 
     if not torch.cuda.is_available():
         raise ValueError(f"torch {torch.__version__} finds no GPU on this machine; --ep-host runs without one")
-    cuda.check_device("cuda:0")
+    gpu.check_device("cuda:0")
 
 
 def _command(options: argparse.Namespace, found: Translation) -> str:

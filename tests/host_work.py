@@ -57,8 +57,9 @@ def measure(rounds: int) -> dict[str, float]:
 
     import megatron_ep as ep
     from megatron_ep import _C
-    from megatron_ep.backends import cuda
-    from megatron_ep.backends import low_latency as backends
+    from megatron_ep.buffer import cuda
+    from megatron_ep.buffer import low_latency as backends
+    from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
 
     host = SimpleNamespace(**runpy.run_path(str(ROOT / "megatron_ep" / "bench" / "host.py")))
 
@@ -67,7 +68,7 @@ def measure(rounds: int) -> dict[str, float]:
         heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
         backend = group.live_backend()
         low_latency = launchless.LowLatency(backend.group, heap, SMS)
-        return heap, backends.CudaLowLatencyRanks(backend, low_latency, None), None
+        return heap, backends.CudaLowLatencyRanks(backend, LowLatencyConnection(low_latency), None), None
 
     event = SimpleNamespace(query=lambda: True)
     stream = SimpleNamespace(cuda_stream=7, record_event=lambda: event, wait_event=lambda event: None)
@@ -86,7 +87,7 @@ def measure(rounds: int) -> dict[str, float]:
     ):
         group = buffer._group
         group.device = DEVICE
-        group._backend = cuda.CudaBackend(launchless.Group(group.heap), group.heap, DEVICE, SMS)
+        group._backend = cuda.CudaBackend(Connection(launchless.Group(group.heap)), group.heap, DEVICE, SMS)
         calls = host.calls_of(host.Inputs(DEVICE), buffer)
         for _ in range(rounds):
             for name, call in calls.items():

@@ -19,10 +19,11 @@ FLOORS = [
     {"megatron_ep"},
     {"simulate"},
     {"balance", "env", "low_latency", "overlap", "sequences"},
-    {"buffer", "router"},
+    {"router"},
     {"normal"},
-    {"group"},
-    {"backends", "float8"},
+    {"buffer"},
+    {"fabrics", "float8"},
+    {"meeting"},
     {"config", "diagnosis", "errors", "reference"},
     {"_C", "_simulate"},
 ]
@@ -105,7 +106,9 @@ def _imported(path, name, modules):
 
 def test_the_floors_of_the_package():
     imports = read_imports(PACKAGE)
-    assert "megatron_ep.buffer" in imports["megatron_ep"] and "megatron_ep._C" in imports["megatron_ep.router.api"]
+    assert (
+        "megatron_ep.buffer.buffer" in imports["megatron_ep"] and "megatron_ep._C" in imports["megatron_ep.router.api"]
+    )
     assert list(find_faults(PACKAGE)) == []
 
 
@@ -120,17 +123,17 @@ def test_only_what_users_name_lies_at_the_top():
         (
             "config",
             "from . import buffer",
-            "circle: megatron_ep.buffer -> megatron_ep.backends.host -> megatron_ep.config -> megatron_ep.buffer",
+            "circle: megatron_ep.buffer -> megatron_ep.config -> megatron_ep.buffer",
         ),
         (
             "config",
             "if TYPE_CHECKING:\n    from megatron_ep.buffer import Buffer",
-            "circle: megatron_ep.buffer -> megatron_ep.backends.host -> megatron_ep.config -> megatron_ep.buffer",
+            "circle: megatron_ep.buffer -> megatron_ep.config -> megatron_ep.buffer",
         ),
         (
-            "backends/host",
+            "fabrics/host",
             "def f():\n    from ..buffer import Buffer",
-            "megatron_ep.backends.host imports megatron_ep.buffer: from backends to buffer",
+            "megatron_ep.fabrics.host imports megatron_ep.buffer: from fabrics to buffer",
         ),
         (
             "buffer",
@@ -164,9 +167,9 @@ def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
     package = tmp_path / "megatron_ep"
     files = {
         "__init__": "from megatron_ep.buffer import Buffer",
-        "buffer": "from megatron_ep.config import Config\nfrom megatron_ep.backends import host",
+        "buffer": "from megatron_ep.config import Config\nfrom megatron_ep.fabrics import host",
         "config": "",
-        "backends/host": "from megatron_ep.config import Config\nfrom megatron_ep import _C",
+        "fabrics/host": "from megatron_ep.config import Config\nfrom megatron_ep import _C",
         "megatron/layer": "import megatron_ep as ep\nfrom megatron.core import parallel_state",
         "training/loop": "from megatron_ep.megatron import layer\nimport megatron.core",
         "bench/layer": "from megatron_ep.megatron import layer",

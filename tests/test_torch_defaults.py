@@ -11,7 +11,18 @@ from megatron_ep import float8
 
 PACKAGE = Path(ep.__file__).parent
 # Of what runs inside other programs; the rest are commands of our own.
-PACKAGES = ("", "backends", "deep_ep", "deep_ep/utils", "low_latency", "megatron", "normal", "router")
+PACKAGES = (
+    "",
+    "buffer",
+    "fabrics",
+    "meeting",
+    "deep_ep",
+    "deep_ep/utils",
+    "low_latency",
+    "megatron",
+    "normal",
+    "router",
+)
 MAKE_TENSORS = {
     "arange",
     "empty",

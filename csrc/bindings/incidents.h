@@ -21,7 +21,7 @@ Outcome outcome_of(bool interrupted, bool failed);
 std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word);
 // Those of a control block that can be read, as far as it is known that others are still written.
 std::vector<pybind11::dict> incidents_of(const ControlBlock& block);
-// What others can see of a rank: see backends/interface.py.
+// What others can see of a rank: see buffer/interface.py.
 pybind11::dict rank_status_of(int rank, const ControlBlock& block);
 
 }  // namespace ep

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 import megatron_ep as ep
-from megatron_ep.backends.cuda import check_device
 from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive
+from megatron_ep.fabrics.gpu import check_device
 from megatron_ep.reference import SCALE_BLOCK
 
 HOT = 16.0  # times as likely as any other expert

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ep.backends import job
-from megatron_ep.backends.rank_info import RankInfo
 from megatron_ep.bench.gpu_case import require_gpu
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.fabrics.rank_info import RankInfo
+from megatron_ep.meeting import job
 
 
 def gpu_ranks(command: str, timeout: float) -> LocalRanks | JobRanks:

@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import float8
-from megatron_ep.backends import fabrics
 from megatron_ep.bench.arguments import positive, require_topk
 from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
@@ -46,7 +45,8 @@ from megatron_ep.bench.timing import (
     kernel_seconds,
     time_rounds,
 )
-from megatron_ep.group.any_buffer import rank_group_of
+from megatron_ep.buffer.any_buffer import rank_group_of
+from megatron_ep.fabrics import choice
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
@@ -201,7 +201,7 @@ def _measure(
     for case in cases:
         topology = ep.Topology(case.nodes, case.ranks_per_node)
         with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
-            by_host = buffer.fabric in fabrics.OF_HOST
+            by_host = buffer.fabric in choice.OF_HOST
             run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
             buffer.synchronize()
     return measured

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends import cuda, rank_info
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import gpu, rank_info
 
 
 class JobRanks:
@@ -94,14 +94,14 @@ def own_gpu() -> int:
 
 def _has_gpu() -> bool:
     try:
-        cuda.check_device("cuda")
+        gpu.check_device("cuda")
     except ValueError:
         return False
     return True
 
 
 def _introduce(world_size: int, device: str) -> rank_info.RankInfo:
-    found = cuda.check_device(device)
+    found = gpu.check_device(device)
     if found.type == "cuda":
         found = torch.device("cuda", own_gpu())
         torch.cuda.set_device(found)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
 from megatron_ep.bench.arguments import (
     add_rounds,
@@ -37,6 +36,7 @@ from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS
+from megatron_ep.meeting import job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PHASES = ("dispatch", "combine", "dispatch+combine")

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends import job
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_topk
 from megatron_ep.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, time_rounds
+from megatron_ep.meeting import job
 
 COMMAND = "megatron-ep bench low-latency"
 

@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
+from megatron_ep.meeting import job
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,10 +23,6 @@ from statistics import fmean
 import torch
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import job, nodes
-from megatron_ep.backends.network_trial import MAX_PUT_BYTES, NetworkTrial
-from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
 from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, require_topk, seconds
 from megatron_ep.bench.job_ranks import JobRanks
@@ -34,6 +30,10 @@ from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.plain_tcp import PlainTcp
 from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.config import Topology
+from megatron_ep.fabrics.network_trial import MAX_PUT_BYTES, NetworkTrial
+from megatron_ep.fabrics.tcp import MAX_STRIPES
+from megatron_ep.meeting import job, nodes
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 IDLE_S = 2.0  # that nobody sends
 SEVERAL = (2, MAX_STRIPES)  # connections, beside one

@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 
-from megatron_ep.backends import tcp
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import tcp
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 
 class PlainTcp:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends import job
 from megatron_ep.bench.arguments import add_rounds, positive, require_memory, seconds
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.gpus import Measured, slowest
@@ -37,6 +36,7 @@ from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Report, rela
 from megatron_ep.bench.sequence_baselines import AllToAll, Attention, attention_of, kernel_of
 from megatron_ep.bench.sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
 from megatron_ep.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
+from megatron_ep.meeting import job
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan
 

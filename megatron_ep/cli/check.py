@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import job
 from megatron_ep.bench.arguments import positive, seconds
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import check_common, check_job
 from megatron_ep.errors import EPError
+from megatron_ep.meeting import job
 
 TOPOLOGIES = ((1, 1), (1, 4), (2, 2), (3, 2))
 TIMEOUT = 60.0  # seconds, of one wait inside a launch and of one comparison with Megatron

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.all_ranks:
         print(env.render())
         return 0
-    from megatron_ep.backends import job
+    from megatron_ep.meeting import job
 
     try:
         is_rank = job.adopt()
@@ -126,7 +126,7 @@ def _times(topology: Topology, config: Config, arguments: argparse.Namespace) ->
 def _compare_all() -> int:
     from torch.distributed import PrefixStore, rendezvous
 
-    from megatron_ep.backends import codec
+    from megatron_ep.meeting import codec
 
     timeout = timedelta(seconds=PATIENCE_S)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -176,7 +176,7 @@ def _report(store: Any, key: str) -> env.Report:
 
 
 def _read(store: Any, key: str, kind: Any) -> Any:
-    from megatron_ep.backends import codec  # not before a report that tells of the extension alone
+    from megatron_ep.meeting import codec  # not before a report that tells of the extension alone
 
     try:
         return codec.decode(store.get(key), kind)

@@ -137,7 +137,7 @@ def _train(arguments: list[str]) -> int | None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
             return 2
-    from megatron_ep.backends import job
+    from megatron_ep.meeting import job
     from megatron_ep.training import launcher, recipe, script_launch, script_recipe
 
     try:
@@ -255,9 +255,9 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
 def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
     import torch
 
-    from megatron_ep.backends.cuda import check_device
-    from megatron_ep.backends.sizes import default_sms
+    from megatron_ep.buffer.sizes import default_sms
     from megatron_ep.config import Topology
+    from megatron_ep.fabrics.gpu import check_device
 
     try:
         check_device("cuda")

@@ -13,11 +13,12 @@ from statistics import median
 
 import torch.distributed as dist
 
-from megatron_ep.backends import addresses, fabrics, verbs
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.cli import network_report
 from megatron_ep.cli.network_examination import TRIAL_S, Examination
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import choice, verbs
+from megatron_ep.meeting import addresses
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 FASTER = 1.5  # as fast as the way that would be taken, to be proposed in its place
 
@@ -84,8 +85,8 @@ def examine_cards(examination: Examination) -> Ways:
     ways = Ways()
     lacking = examination.no_cards()
     if lacking:
-        return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric in fabrics.BY_CARD)
-    if examination.by_card == fabrics.IBGDA:
+        return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric in choice.BY_CARD)
+    if examination.by_card == choice.IBGDA:
         ways.lines += ["", "by ibgda, as a job takes them, ranks on GPUs too; measured from memory of the host:"]
     found = {place: examination.examine(None, place) for place in examination.places()}
     rates = [rate for findings in found.values() for rate in network_report.rates_of(findings).values()]
@@ -110,7 +111,7 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
     if not examination.places():
         return []
     if by_card.rate is None or by_card.rate * FASTER < over_tcp:
-        return [_fabric_line(fabrics.TCP)]
+        return [_fabric_line(choice.TCP)]
     settings = [_fabric_line(examination.by_card)]
     if len(by_card.good) < len(examination.places()):
         names = [",".join(cards[place] for place in by_card.good) for cards in examination.cards]
@@ -126,7 +127,7 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
 
 def _fabric_line(name: str) -> str:
     """It would take NVSHMEM and NCCL from GPUs that have them."""
-    return f"export {fabrics.VARIABLE}={name}  # not where GPUs have NVSHMEM or NCCL"
+    return f"export {choice.VARIABLE}={name}  # not where GPUs have NVSHMEM or NCCL"
 
 
 def main_of_rank(timeout: float) -> int:

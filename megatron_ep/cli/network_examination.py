@@ -20,11 +20,12 @@ from statistics import median
 from typing import TypeVar
 
 from megatron_ep import _C
-from megatron_ep.backends import addresses, fabrics, ibgda, processes, tcp, verbs
-from megatron_ep.backends.network_trial import NetworkTrial
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.cli.network_report import Findings, Half, Link
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
+from megatron_ep.fabrics.network_trial import NetworkTrial
+from megatron_ep.meeting import addresses, processes
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 PINGS = 200
 FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
@@ -78,8 +79,8 @@ class Examination:
         often = Counter(one.name for one in first)
         self.machines = [one.name if often[one.name] == 1 else f"{one.name}/{one.address}" for one in first]
         # as a job takes cards
-        self.by_card = fabrics.IBGDA if all(one.direct for one in self.told) else fabrics.VERBS
-        self.cards = [one.direct if self.by_card == fabrics.IBGDA else one.cards for one in self.told]
+        self.by_card = choice.IBGDA if all(one.direct for one in self.told) else choice.VERBS
+        self.cards = [one.direct if self.by_card == choice.IBGDA else one.cards for one in self.told]
 
     def builds(self) -> list[str]:
         """A line for each build that ranks have, if these are several."""
@@ -106,7 +107,7 @@ class Examination:
 
     def no_cards(self) -> list[str]:
         """Why cards are not examined, a line for each reason, if they would be taken or another machine has some."""
-        if not any(one.cards for one in self.told) and self.told[0].fabric not in fabrics.BY_CARD:
+        if not any(one.cards for one in self.told) and self.told[0].fabric not in choice.BY_CARD:
             return []
         found: dict[str, list[int]] = {}
         for rank in self.first_ranks:
@@ -124,7 +125,7 @@ class Examination:
         cards: list[_C.Card] = []
         if place is not None:
             _, refused = self._together(
-                lambda: cards.append(verbs.card_at(place, direct=self.by_card == fabrics.IBGDA)), float
+                lambda: cards.append(verbs.card_at(place, direct=self.by_card == choice.IBGDA)), float
             )
             if refused:
                 return Findings([], [], {}, 0.0, refused)
@@ -333,7 +334,7 @@ def _introduce(apart: bool, rank: int) -> Machine:
         networks=list(dict.fromkeys(str(interface.network) for _, interface in addresses.interfaces())),
         wanted=wanted,
         address=addresses.own_address(),
-        fabric=os.environ.get(fabrics.VARIABLE) or None,
+        fabric=os.environ.get(choice.VARIABLE) or None,
         cards=cards,
         direct=direct,
         no_cards=why,
@@ -342,14 +343,14 @@ def _introduce(apart: bool, rank: int) -> Machine:
 
 def _cards() -> tuple[list[str], list[str], str]:
     """Ports that can be used, those in whose queues a rank posts by itself, and why there are none."""
-    wanted = os.environ.get(fabrics.VARIABLE)
-    if wanted == fabrics.TCP or (wanted not in fabrics.BY_CARD and not ibgda.has_cards()):
-        return [], [], ibgda.NO_CARD
-    lacks = "" if wanted == fabrics.VERBS else fabrics.what_lacks(fabrics.IBGDA, on_gpus=True)
-    if wanted == fabrics.IBGDA and lacks:
+    wanted = os.environ.get(choice.VARIABLE)
+    if wanted == choice.TCP or (wanted not in choice.BY_CARD and not nvshmem_env.has_cards()):
+        return [], [], nvshmem_env.NO_CARD
+    lacks = "" if wanted == choice.VERBS else choice.what_lacks(choice.IBGDA, on_gpus=True)
+    if wanted == choice.IBGDA and lacks:
         return [], [], lacks
     try:
-        direct = [] if wanted == fabrics.VERBS or lacks else list(map(verbs.setting, verbs.usable(direct=True)))
+        direct = [] if wanted == choice.VERBS or lacks else list(map(verbs.setting, verbs.usable(direct=True)))
         return list(map(verbs.setting, verbs.usable())), direct, ""
     except (EPError, ValueError) as error:
         return [], [], str(error)

@@ -117,7 +117,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    from megatron_ep.backends import sizes
+    from megatron_ep.buffer import sizes
     from megatron_ep.cli.plan import default_experts
     from megatron_ep.config import Config, Topology, Tuning, require_int
     from megatron_ep.simulate import Case

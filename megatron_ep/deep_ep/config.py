@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep import _C, config
-from megatron_ep.backends import sizes
+from megatron_ep.buffer import sizes
 from megatron_ep.normal.api import MAX_PADDED_ROWS
 
 ALIGNMENT = 128  # of numbers of bytes

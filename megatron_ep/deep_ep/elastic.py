@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends import nodes
-from megatron_ep.backends.sizes import default_sms
+from megatron_ep.buffer.sizes import default_sms
 from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, Topology, require_int, require_timeout
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import Config, topology_of
@@ -19,6 +18,7 @@ from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.ranks import GroupRanks
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows
+from megatron_ep.meeting import nodes
 
 Event = EventHandle | EventOverlap | None
 BYTES = 2 << 20  # numbers of bytes are rounded up to it

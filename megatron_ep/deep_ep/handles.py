@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends.processes import OfOneProcess
 from megatron_ep.deep_ep.transfers import Routes
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.meeting.processes import OfOneProcess
 
 UNKNOWN = -1  # of elements: what only other ranks know
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends.processes import OfOneProcess
-from megatron_ep.buffer import Buffer
+from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.config import MAX_EXPERTS, MAX_LOW_LATENCY_TOKENS, MAX_TOPK, Config, require_int
 from megatron_ep.deep_ep.config import row_class, tokens_in
 from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.meeting.processes import OfOneProcess
 from megatron_ep.normal.row_limit import RowLimit
 from megatron_ep.overlap import communication_stream
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ep.buffer import Buffer
+from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import NODE_RANKS
 from megatron_ep.deep_ep.events import refuse

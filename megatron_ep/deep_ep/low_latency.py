@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends.rendezvous import RankEndedError
+from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.config import require_int
 from megatron_ep.deep_ep.events import EventOverlap, refuse, run
 from megatron_ep.deep_ep.handles import LowLatencyTuple
 from megatron_ep.deep_ep.instances import OverInstances
 from megatron_ep.deep_ep.transfers import Rows
 from megatron_ep.errors import EPError
-from megatron_ep.group.any_buffer import rank_group_of
+from megatron_ep.meeting.rendezvous import RankEndedError
 
 Hook = Callable[[], None]
 NAMES = {  # in errors of `megatron_ep.LowLatency`, and what is meant here

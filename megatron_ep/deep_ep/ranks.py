@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.place import is_known, opened_place, place_of
-from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.buffer import Buffer, buffer_of
+from megatron_ep.buffer.buffer import Buffer, buffer_of
+from megatron_ep.buffer.distributed import DistributedRankGroup, patience
 from megatron_ep.config import Config
-from megatron_ep.group.distributed import DistributedRankGroup, patience
+from megatron_ep.meeting.place import is_known, opened_place, place_of
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 
 class Communicator(Protocol):

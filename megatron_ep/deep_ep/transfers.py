@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.backends.interface import RankHandle
-from megatron_ep.buffer import Buffer
+from megatron_ep.buffer.any_buffer import rank_group_of
+from megatron_ep.buffer.buffer import Buffer
+from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.known_calls import looks_of
+from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
-from megatron_ep.group.any_buffer import rank_group_of
-from megatron_ep.group.known_calls import looks_of
-from megatron_ep.group.rank_group import RankGroup, check_summable
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.row_limit import RowLimit

@@ -199,7 +199,7 @@ def _domains() -> Any:
     if status != 0 or not output:
         return None
     script = (
-        "import json, sys; from megatron_ep.backends.nodes import nvlink_domain as domain; "
+        "import json, sys; from megatron_ep.meeting.nodes import nvlink_domain as domain; "
         "print('\\n' + json.dumps([domain(gpu) for gpu in sys.argv[1:]]))"
     )
     status, output = _run([sys.executable, "-c", script, *output.split()], cwd=PACKAGE_DIR.parent)
@@ -210,7 +210,7 @@ def _domains() -> Any:
 
 def _fabrics() -> Any:
     """How ranks on GPUs can reach each other here, from a process of its own, for the extension's sake."""
-    script = "import json, megatron_ep.backends.fabrics as f; print('\\n' + json.dumps(f.report()))"
+    script = "import json, megatron_ep.fabrics.choice as f; print('\\n' + json.dumps(f.report()))"
     status, output = _run([sys.executable, "-c", script], cwd=PACKAGE_DIR.parent)
     return json.loads(output.splitlines()[-1]) if status == 0 else "unknown: the extension does not import"
 

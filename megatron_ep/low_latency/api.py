@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends import low_latency as backends
+from megatron_ep.buffer import low_latency as launches
+from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
-from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.group.rank_group import check_summable
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
 from megatron_ep.low_latency.calls import LowLatencyCalls, Pending
 from megatron_ep.low_latency.checks import Checks, Limits
@@ -94,7 +94,7 @@ class LowLatency(MaskedRanks):
         patience = None
         if on_dead_rank == "mask":
             patience = min(group.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
-        self._calls = LowLatencyCalls(group, *backends.connect(group, max_tokens, largest, patience))
+        self._calls = LowLatencyCalls(group, *launches.connect(group, max_tokens, largest, patience))
         self._checks = Checks(group, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
 
     @property

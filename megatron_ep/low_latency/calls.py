@@ -13,10 +13,10 @@ from weakref import WeakSet
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend, RankTensors
-from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
-from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.buffer.interface import Backend, RankTensors
+from megatron_ep.buffer.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.buffer.low_latency_mask import Masks
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format

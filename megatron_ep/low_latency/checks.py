@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.known_calls import KnownCalls, looks_of
+from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, require_int
-from megatron_ep.group.known_calls import KnownCalls, looks_of
-from megatron_ep.group.rank_group import RankGroup, check_summable
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan

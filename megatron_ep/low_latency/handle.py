@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends.low_latency import Call
-from megatron_ep.backends.processes import OfOneProcess
-from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.buffer.low_latency import Call
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.plans import DispatchPlan
+from megatron_ep.meeting.processes import OfOneProcess
 
 
 @dataclass(slots=True)

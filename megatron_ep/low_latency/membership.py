@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.backends.processes import OfOneProcess
+from megatron_ep.buffer.distributed import DistributedRankGroup
+from megatron_ep.buffer.low_latency_mask import Masks
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import is_number, require_int
 from megatron_ep.errors import EPError
-from megatron_ep.group.distributed import DistributedRankGroup
-from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.low_latency.calls import LowLatencyCalls
+from megatron_ep.meeting.processes import OfOneProcess
 
 ON_DEAD_RANK = ("raise", "mask")
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends import fabrics
-from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.buffer import buffer_of
+from megatron_ep.buffer.buffer import buffer_of
+from megatron_ep.buffer.distributed import DistributedRankGroup, patience
 from megatron_ep.config import Config, Topology
-from megatron_ep.group.distributed import DistributedRankGroup, patience
+from megatron_ep.fabrics import choice
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 
 def rejoin(
@@ -40,7 +40,7 @@ def rejoin(
     inspect.signature(LowLatency).bind(None, **settings)  # before the others wait
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
     # on GPUs rejoin is for the ranks of one machine
-    group = DistributedRankGroup(rendezvous, config, topology, device, fabrics.Choice("p2p", "as it was"))
+    group = DistributedRankGroup(rendezvous, config, topology, device, choice.Choice("p2p", "as it was"))
     low_latency = LowLatency(buffer_of(group), **settings)
     group.restart()
     return low_latency

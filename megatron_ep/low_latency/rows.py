@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend
+from megatron_ep.buffer.interface import Backend
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES
 from megatron_ep.float8 import SCALES_OF_WORD
-from megatron_ep.group.rank_group import PAYLOAD_TYPES
 from megatron_ep.normal.api import check_scales
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 

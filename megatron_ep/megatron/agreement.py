@@ -29,8 +29,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
-from megatron_ep.backends import codec
 from megatron_ep.diagnosis import failures
+from megatron_ep.meeting import codec
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.buffer import Buffer
+from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.megatron.layer import replaced
 from megatron_ep.megatron.shared_buffers import abort_peers_on_error, shared_buffer
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences

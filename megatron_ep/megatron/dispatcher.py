@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
-from megatron_ep.backends.interface import LastCounts
+from megatron_ep.buffer.any_buffer import rank_group_of
+from megatron_ep.buffer.interface import LastCounts
 from megatron_ep.config import MAX_TOPK
-from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends.place import is_known, place_of
-from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.buffer import buffer_of
+from megatron_ep.buffer.any_buffer import rank_group_of
+from megatron_ep.buffer.buffer import buffer_of
+from megatron_ep.buffer.distributed import group_of
 from megatron_ep.config import SETTING_NAMES, config_of, nearest_name
 from megatron_ep.diagnosis import failures
-from megatron_ep.group.any_buffer import rank_group_of
-from megatron_ep.group.distributed import group_of
+from megatron_ep.meeting.place import is_known, place_of
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.megatron import options
 
 _topology: ep.Topology | None = None

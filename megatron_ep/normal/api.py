@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from megatron_ep import float8
+from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.known_calls import looks_of
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
 from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
-from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.group.known_calls import looks_of
-from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal.handle import CountsToAskFor, Handle, shapes_of
 from megatron_ep.reference import SCALE_BLOCK

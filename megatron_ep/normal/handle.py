@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_ep.backends.interface import RankHandle
-from megatron_ep.backends.processes import OfOneProcess
-from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.rank_group import RankGroup
+from megatron_ep.meeting.processes import OfOneProcess
 
 
 @dataclass

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend, RankHandle, RankTensors
+from megatron_ep.buffer.interface import Backend, RankHandle, RankTensors
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.config import Topology
-from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import row_counts
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from megatron_ep.backends.interface import RankHandle
+from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
-from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import autograd, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.backends.interface import CountSettings, LastCounts, RankHandle, RankTensors, RowCounts, Totals
+from megatron_ep.buffer.interface import CountSettings, LastCounts, RankHandle, RankTensors, RowCounts, Totals
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import Topology
-from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError, EPOverflowError
-from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal.api import Received
 
 _limits: weakref.WeakValueDictionary[int, RowLimit] = weakref.WeakValueDictionary()

@@ -32,7 +32,7 @@ import torch
 from torch.autograd import Function
 
 from megatron_ep import _C
-from megatron_ep.backends import host
+from megatron_ep.buffer import host
 from megatron_ep.config import MAX_EXPERTS, MAX_TOPK, SUMMABLE_TYPES, is_number, require_int
 
 SCORE_FUNCTIONS = ("sigmoid", "softmax")

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.group.rank_group import check_summable
+from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.normal import launches
 from megatron_ep.normal.api import Tensors, as_list, check_payload
 from megatron_ep.normal.autograd import need_gradient

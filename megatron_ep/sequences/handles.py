@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.backends.interface import RankHandle
+from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_TOPK, Topology
-from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal.handle import Handle
 from megatron_ep.sequences.plan import Moves, SequencePlan
 

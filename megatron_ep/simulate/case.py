@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ep import _C
-from megatron_ep.backends import sizes
-from megatron_ep.backends.cuda import MIN_STORES_PER_SM, CudaBackend
+from megatron_ep.buffer import sizes
+from megatron_ep.buffer.cuda import MIN_STORES_PER_SM, CudaBackend
 from megatron_ep.config import (
     MAX_LOW_LATENCY_TOKENS,
     MAX_NODE_RANKS,

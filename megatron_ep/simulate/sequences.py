@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_ep import _simulate
-from megatron_ep.backends.cuda import CudaBackend
+from megatron_ep.buffer.cuda import CudaBackend
 from megatron_ep.config import MAX_NODE_RANKS, Config, Topology, require_int
 from megatron_ep.sequences.handles import Way, ways_of
 from megatron_ep.sequences.plan import SequencePlan

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.libraries.bytelevel_tokenizer import ByteLevelTokenizer
 
-from megatron_ep.backends import codec
+from megatron_ep.meeting import codec
 from megatron_ep.training.recipe import Recipe
 
 DEFAULT_CORPUS = "pydoc_data.topics"  # the language reference as pydoc prints it: about 0.5 MB of English and Python

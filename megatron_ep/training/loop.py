@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends.rendezvous import agreed_name
+from megatron_ep.meeting.rendezvous import agreed_name
 from megatron_ep.megatron.stand_ins import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
 

@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_ep.backends import processes
-from megatron_ep.backends.network_trial import NetworkTrial
-from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer, network
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.plain_tcp import PlainTcp
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics.network_trial import NetworkTrial
+from megatron_ep.fabrics.tcp import MAX_STRIPES
+from megatron_ep.meeting import processes
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 W = 3
 

@@ -14,7 +14,8 @@ PROGRAM = """
 import os, sys
 from unittest import mock
 import torch
-from megatron_ep.backends import cuda, nodes
+from megatron_ep.buffer import cuda
+from megatron_ep.meeting import nodes
 from megatron_ep.bench import gpus, low_latency
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.cli.main import main

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda, job
+from megatron_ep.buffer import cuda
 from megatron_ep.cli import main as cli
+from megatron_ep.meeting import job
 from megatron_ep.training import launcher
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml")

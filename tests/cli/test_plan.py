@@ -8,7 +8,7 @@ import torch
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep import config as limits
-from megatron_ep.backends import sizes
+from megatron_ep.buffer import sizes
 from megatron_ep.cli import env
 from megatron_ep.cli.plan import make_plan
 from megatron_ep.config import Config, Topology, Tuning

@@ -10,8 +10,8 @@ import torch
 from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
 
 import megatron_ep as ep
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.diagnosis import blame
-from megatron_ep.group.rank_group import RankGroup
 
 pytestmark = pytest.mark.usefixtures("closed_afterwards")
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]

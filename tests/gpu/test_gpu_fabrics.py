@@ -11,26 +11,26 @@ from cases import slot_bytes, summed_on_gpus
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.fabrics import choice
 
 CASES = [
-    (fabric, nodes, ranks) for fabric in ("p2p", *fabrics.NETWORKS) for nodes, ranks in ((1, 2), (2, 1), (1, 4), (2, 2))
+    (fabric, nodes, ranks) for fabric in ("p2p", *choice.NETWORKS) for nodes, ranks in ((1, 2), (2, 1), (1, 4), (2, 2))
 ]
 
 
 def need(fabric, world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"this machine has {torch.cuda.device_count()} GPUs, not {world}")
-    if fabric in fabrics.NETWORKS:
+    if fabric in choice.NETWORKS:
         try:
-            fabrics.NETWORKS[fabric]()
+            choice.NETWORKS[fabric]()
         except ep.EPError as error:
             pytest.skip(str(error))
 
 
 def choose(fabric):
-    os.environ[fabrics.VARIABLE] = fabric
+    os.environ[choice.VARIABLE] = fabric
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast: no fabric uses it
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     torch.cuda.set_device(dist.get_rank())
@@ -131,7 +131,7 @@ def run_one_absent(fabric):
     buffer.close()
 
 
-@pytest.mark.parametrize("fabric", ["p2p", *fabrics.NETWORKS])
+@pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS])
 def test_an_absent_rank_is_named(fabric):
     need(fabric, 2)
     with LocalRanks(2, 120) as ranks:
@@ -147,7 +147,7 @@ def run_one_dead(fabric):
     buffer.close()
 
 
-@pytest.mark.parametrize("fabric", ["p2p", *fabrics.NETWORKS])
+@pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS])
 def test_a_rank_may_end_alone(fabric):
     need(fabric, 2)
     started = time.monotonic()
@@ -182,7 +182,7 @@ def run_late_replay(fabric):
         assert torch.equal(rows.x, expected)
 
 
-@pytest.mark.parametrize("fabric", fabrics.NETWORKS)
+@pytest.mark.parametrize("fabric", choice.NETWORKS)
 def test_a_replay_is_watched(fabric):
     need(fabric, 2)
     with LocalRanks(2, 120) as ranks:

@@ -8,7 +8,8 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda
+from megatron_ep.buffer import cuda
+from megatron_ep.fabrics import gpu, p2p
 
 T, H, K, E = 64, 256, 2, 16
 
@@ -25,7 +26,7 @@ def free_bytes():
     """Of the GPU, once all that nobody holds has gone back."""
     gc.collect()
     cuda._forget_graphs_that_are_gone()
-    cuda.catch_up()
+    gpu.run_deferred()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
@@ -119,7 +120,7 @@ def test_a_graph_that_outlives_its_buffer_reads_nothing_that_was_freed(how):
         cluster.close()
     del cluster, handle, rows
     gc.collect()
-    cuda.catch_up()
+    gpu.run_deferred()
     assert len(cuda._replayable) == 1
     taken = torch.full((256 << 20,), 0x5A, dtype=torch.uint8, device="cuda")  # whatever was freed is somebody else's
     for _ in range(2):
@@ -215,7 +216,7 @@ def test_a_buffer_may_be_closed_in_a_capture():
     graph.replay()
     torch.cuda.synchronize()
     assert all(part.isfinite().all() for part in rows.x)
-    cuda.catch_up()
+    gpu.run_deferred()
     graph.replay()
     torch.cuda.synchronize()
     assert all(part.isnan().all() for part in rows.x)
@@ -259,8 +260,9 @@ class LoneRank(ep.LocalCluster):
         group = self._group
         group.ranks = [0]
         self._memories = [_C.DeviceMemory.create(self.device.index, group.heap.bytes) for _ in range(2)]
-        sms = cuda.num_sms(self.config, self.device, 2)
-        group._backend = connect.p2p(group.heap, [0], self._memories, self.device, sms, self.config)
+        sms = gpu.num_sms(self.config, self.device, 2)
+        connection = p2p.over(self._memories, [0], group.heap, self.device, sms, self.config)
+        group._backend = cuda.CudaBackend(connection, group.heap, self.device, sms)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from test_gpu_fabrics import CASES, choose, need, run_or_skip
 from test_gpu_processes import make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.fabrics import choice
 
 E, TOPK, MAX = 8, 3, 70
 TOKENS = (33, MAX, 0, 5)
@@ -208,7 +208,7 @@ def run_one_absent(fabric, nodes):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("fabric", fabrics.NETWORKS)
+@pytest.mark.parametrize("fabric", choice.NETWORKS)
 def test_an_absent_rank(fabric, nodes, ranks_per_node):
     run_or_skip(run_one_absent, fabric, nodes, ranks_per_node, 120)
 
@@ -226,7 +226,7 @@ def run_modes_of_buffers(fabric):
         del modes, mode
 
 
-@pytest.mark.parametrize("fabric", fabrics.NETWORKS)
+@pytest.mark.parametrize("fabric", choice.NETWORKS)
 def test_memory_serves_later_buffers(fabric):
     need(fabric, 2)
     with LocalRanks(2, 120) as ranks:

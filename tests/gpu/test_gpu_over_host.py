@@ -17,14 +17,14 @@ from test_gpu_low_latency_fabrics import inputs as low_latency_inputs
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.fabrics import choice
 
 SHAPES = [(2, 1), (2, 2), (4, 1)]
 
 
 def choose():
-    os.environ[fabrics.VARIABLE] = "tcp"
+    os.environ[choice.VARIABLE] = "tcp"
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     return dist.get_world_size()
 
@@ -224,13 +224,13 @@ def test_a_late_rank_is_masked():
 
 
 def test_survivors(tmp_path, monkeypatch):
-    monkeypatch.setenv(fabrics.VARIABLE, "tcp")
+    monkeypatch.setenv(choice.VARIABLE, "tcp")
     survivors.check_killed(tmp_path, "cuda", "the connection to rank 1 broke")
 
 
 def test_a_stopped_process_is_named(tmp_path, monkeypatch):
     """Nothing comes from it, and its connections stay."""
-    monkeypatch.setenv(fabrics.VARIABLE, "tcp")
+    monkeypatch.setenv(choice.VARIABLE, "tcp")
     monkeypatch.setattr(survivors, "SURVIVOR", survivors.SURVIVOR.replace("timeout=30", "timeout=3"))
     processes = survivors.start_survivors(tmp_path, "cuda")
     processes[1].send_signal(signal.SIGSTOP)

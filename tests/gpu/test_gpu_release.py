@@ -11,8 +11,8 @@ from test_gpu_fabrics import choose, run_or_skip
 from test_gpu_processes import make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.fabrics import choice
 
 W = 4
 HIDDEN, TOPK, MAX = 2048, 3, 64
@@ -134,8 +134,7 @@ def test_what_closed_buffers_left_goes_too(ranks, gpu_alone):
 
 
 def run_a_rank_that_is_late() -> str:
-    from megatron_ep.backends import release
-    from megatron_ep.group import distributed
+    from megatron_ep.buffer import distributed, release
 
     distributed.RENDEZVOUS_S = release.DECISION_S = 2.0
     buffer = make_buffer(1, timeout=2.0)
@@ -175,7 +174,7 @@ def run_over_fabric(fabric: str, nodes: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("fabric", ["p2p", *fabrics.NETWORKS])
+@pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
 def test_a_released_buffer_leaves_nothing_over(fabric, nodes, ranks_per_node, gpu_alone):
     run_or_skip(run_over_fabric, fabric, nodes, ranks_per_node, 240)

@@ -10,7 +10,7 @@ from process_cases import before
 from torch.autograd import gradcheck
 
 import megatron_ep as ep
-from megatron_ep.group.rank_group import summable_dtypes
+from megatron_ep.buffer.rank_group import summable_dtypes
 
 SUMMABLE = summable_dtypes("cuda")
 BLOCKS, CASES_PER_BLOCK = 10, 10

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from megatron_ep.backends.host import HostBackend
+from megatron_ep.buffer.host import HostBackend
 
 
 class AheadBackend(HostBackend):
@@ -36,4 +36,4 @@ class AheadBackend(HostBackend):
 
 def ahead():
     """Buffers on the host that are made inside have such a backend."""
-    return mock.patch("megatron_ep.backends.host.HostBackend", AheadBackend)
+    return mock.patch("megatron_ep.buffer.host.HostBackend", AheadBackend)

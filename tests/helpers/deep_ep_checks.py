@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import reference
-from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from megatron_ep.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
+from megatron_ep.meeting.nodes import VARIABLE
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_ep.backends import fabrics, processes
+from megatron_ep.fabrics import choice
+from megatron_ep.meeting import processes
 
 
 @contextmanager
@@ -14,6 +15,6 @@ def machines_of(size: int, fabric: str = "tcp"):
     """So many ranks a machine."""
     with (
         mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // size}"),
-        mock.patch.dict(os.environ, {fabrics.VARIABLE: fabric}),
+        mock.patch.dict(os.environ, {choice.VARIABLE: fabric}),
     ):
         yield

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from megatron_ep.backends.host import HostBackend
+from megatron_ep.buffer.host import HostBackend
 
 
 class LateBackend(HostBackend):
@@ -40,4 +40,4 @@ class LateBackend(HostBackend):
 
 def late():
     """Buffers on the host that are made inside have such a backend."""
-    return mock.patch("megatron_ep.backends.host.HostBackend", LateBackend)
+    return mock.patch("megatron_ep.buffer.host.HostBackend", LateBackend)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ep import _C
-from megatron_ep.group.rank_group import summable_dtypes
+from megatron_ep.buffer.rank_group import summable_dtypes
 
 
 def no_gpu():

@@ -7,7 +7,7 @@ import pytest
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends.host import HostBackend
+from megatron_ep.buffer.host import HostBackend
 
 _made = []
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends.host import HostBackend
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.buffer.host import HostBackend
 from megatron_ep.megatron import shared_buffers
 
 W, T, H, K = 2, 4, 8, 2

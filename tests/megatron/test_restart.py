@@ -114,7 +114,7 @@ def test_closing_needs_no_peer(four_ranks):
 
 def run_slow_save(timeout):
     """Rank 1 is as late as a save that takes three times the default wait."""
-    with mock.patch("megatron_ep.group.distributed.timeout_of", lambda group, device: 0.3):
+    with mock.patch("megatron_ep.buffer.distributed.timeout_of", lambda group, device: 0.3):
         shared_buffers.configure(timeout=timeout)
         try:
             buffer = shared_buffers.shared_buffer(dist.group.WORLD, 8, torch.device("cpu"))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from megatron_ep.backends import tcp
+from megatron_ep.fabrics import tcp
 
 MAX_HELD = 1 << 20  # bytes under way, in one direction
 LOOK_S = 0.05  # that a thread looks away for at most

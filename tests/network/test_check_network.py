@@ -19,13 +19,13 @@ import torch.distributed as dist
 from test_verbs import cards_with
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import fabrics, ibgda, verbs
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import network, network_examination, network_report
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import choice, nvshmem_env, verbs
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 on_machines = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
@@ -198,7 +198,7 @@ def examine_cards(
         mock.patch.object(verbs, "LIBRARY", library),
         mock.patch.object(network_report, "SLOW", slow),
         mock.patch.object(network, "FASTER", 1000.0),  # the tests' cards are slower than TCP
-        mock.patch.dict(os.environ, {fabrics.VARIABLE: wanted}),
+        mock.patch.dict(os.environ, {choice.VARIABLE: wanted}),
         cards_with(**dict(devices=2) | facts[dist.get_rank()]),
     ):
         return network._examine_apart(20.0)
@@ -218,7 +218,7 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
     """As `examine_cards`; the cards' own queues can be had by all ranks, or not by rank 1."""
     with (
         mock.patch.object(verbs, "MLX5_LIBRARY", "libnone.so" if lacks and dist.get_rank() == 1 else library),
-        mock.patch.object(ibgda, "has_cards", lambda: True),
+        mock.patch.object(nvshmem_env, "has_cards", lambda: True),
     ):
         return examine_cards(library, [{}, {}], wanted)
 

@@ -22,7 +22,7 @@ SHORT_S = 1.0  # that a link is down while waits go on: a busy machine takes its
 PROGRAM = """
 import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
 from pathlib import Path
-from megatron_ep.backends import tcp
+from megatron_ep.fabrics import tcp
 tcp.SILENCE_S = float(sys.argv[3])
 dist.init_process_group("gloo")
 rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])

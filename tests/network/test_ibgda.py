@@ -13,9 +13,9 @@ from forced_machines import machines_of
 from test_verbs import buffer_of, cards_with, library, own_library  # noqa: F401
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics, ibgda, tcp, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
 
 W = test_tcp.W
 
@@ -131,10 +131,10 @@ def test_one_line_at_the_start_names_fabric_and_card(ranks):
 
 @pytest.mark.usefixtures("own_library")
 def test_report(monkeypatch):
-    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
-    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
     with cards_with(devices=2):
-        facts = fabrics.report()
+        facts = choice.report()
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
     assert facts["card of each rank"] == "on the host in turn fake_0:1, fake_1:1"
     assert facts["chosen on the host"] == "shared memory on one machine, ibgda on several"
@@ -144,7 +144,7 @@ def test_report(monkeypatch):
             "fake_0:1, fake_1:1; bound to a NUMA node as this process is, fake_1:1"
         )
     with cards_with(mlx5=0):
-        facts = fabrics.report()
+        facts = choice.report()
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
 
@@ -190,7 +190,7 @@ def test_rails_that_differ_are_named():
 @pytest.mark.usefixtures("own_library")
 def test_which_card_the_rank_of_a_gpu_takes(monkeypatch):
     near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
-    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
     monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
     with cards_with(devices=3):
         assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"

@@ -10,13 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import processes, tcp
-from megatron_ep.backends.network_trial import NetworkTrial
-from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench import layer, network
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import Report
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import tcp
+from megatron_ep.fabrics.network_trial import NetworkTrial
+from megatron_ep.meeting import processes
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 W = 3
 

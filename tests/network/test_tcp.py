@@ -22,12 +22,13 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import fabrics, monitor, sizes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.buffer import monitor, sizes
 from megatron_ep.diagnosis import failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.diagnosis.disagreement import what_ranks_sent
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import choice, tcp
 from megatron_ep.megatron import shared_buffers
 
 W = 4
@@ -242,7 +243,7 @@ def test_who_does_not_come_is_named_on_every_machine(ranks):
 ENDS = """
 import sys, time, torch, torch.distributed as dist
 import megatron_ep as ep
-from megatron_ep.backends import processes
+from megatron_ep.meeting import processes
 rank = int(sys.argv[1])
 processes.machine = lambda: f"machine {rank}"
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -262,7 +263,7 @@ except ep.EPError as error:
 @pytest.mark.parametrize("end", ["sys.exit()", "raise RuntimeError('a bug of its own')"])
 def test_nobody_waits_for_a_process_of_another_machine_that_has_ended(end, tmp_path):
     """Not by a signal: it says goodbye."""
-    environment = os.environ | {fabrics.VARIABLE: "tcp", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {choice.VARIABLE: "tcp", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     waits, ends = (
         subprocess.Popen(
             [sys.executable, "-c", ENDS, str(rank), str(tmp_path / "store"), end],

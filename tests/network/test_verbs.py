@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics, ibgda, near_cards, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.buffer import rank_group
 from megatron_ep.errors import EPError
-from megatron_ep.group import rank_group
+from megatron_ep.fabrics import choice, near_cards, nvshmem_env, verbs
 
 W = test_tcp.W
 
@@ -208,7 +208,7 @@ def test_one_line_at_the_start_names_fabric_and_card(ranks):
 def run_choice(facts: dict[str, int], wanted: str) -> str:
     with (
         test_tcp.machines_of(2, wanted),
-        mock.patch.object(ibgda, "has_cards", lambda: True),
+        mock.patch.object(nvshmem_env, "has_cards", lambda: True),
         cards_with(**facts if dist.get_rank() == 3 else {}),
         ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
     ):
@@ -223,10 +223,10 @@ def test_cards_are_taken_where_all_ranks_have_one(ranks):
 
 
 def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
-    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
     with cards_with(down=1):
-        choice = fabrics.choose_for_host(2, [None, None], lambda mine: [mine, mine])
-    assert choice == fabrics.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
+        chosen = choice.choose_for_host(2, [None, None], lambda mine: [mine, mine])
+    assert chosen == choice.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
 
 
 def names_of(machines: list[str], **near) -> list[str]:
@@ -286,15 +286,15 @@ def test_without_the_library():
 
 
 def test_report(own_library, monkeypatch):
-    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
-    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
     with cards_with(mlx5=0):
-        facts = fabrics.report()
+        facts = choice.report()
     assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
     with cards_with(down=1):
-        facts = fabrics.report()
+        facts = choice.report()
     assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
     assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
-    monkeypatch.setattr(ibgda, "has_cards", lambda: False)
-    assert fabrics.report()["verbs"].startswith("no network card for RDMA in ")
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: False)
+    assert choice.report()["verbs"].startswith("no network card for RDMA in ")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep.backends import cuda, host
-from megatron_ep.group.distributed import with_timeout_of
+from megatron_ep.buffer import host
+from megatron_ep.buffer.distributed import with_timeout_of
+from megatron_ep.fabrics import gpu
 from megatron_ep.normal.api import check_num_tokens
 
 T, H, K, E = 4, 8, 2, 8
@@ -334,7 +335,7 @@ def test_a_device_that_is_none_is_refused_when_ranks_agree(wanted, monkeypatch):
     config = ep.Config(num_experts=8)
     assert with_timeout_of(None, config, wanted) is config  # and raises nothing on this rank alone
     with pytest.raises(ValueError, match=r"device is .*, must be 'cpu' or 'cuda'"):
-        cuda.check_device(wanted)
+        gpu.check_device(wanted)
 
 
 def test_more_tokens_than_rows_can_be_numbered(cluster):

@@ -6,7 +6,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.group import rank_group
+from megatron_ep.buffer import rank_group
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
 

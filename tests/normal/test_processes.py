@@ -16,10 +16,10 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.backends.host import HostBackend
-from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.buffer.host import HostBackend
 from megatron_ep.errors import describe
+from megatron_ep.meeting.nodes import VARIABLE
 
 W = 4
 TIMEOUT = 2.5
@@ -113,7 +113,7 @@ def run_no_memory_in_backward(kind):
     dist.barrier()  # nobody is still in the call before
     started = time.monotonic()
     if buffer.rank == 2:
-        lack = mock.patch("megatron_ep.backends.host.HostBackend.new_output", side_effect=torch.OutOfMemoryError)
+        lack = mock.patch("megatron_ep.buffer.host.HostBackend.new_output", side_effect=torch.OutOfMemoryError)
         with pytest.raises(torch.OutOfMemoryError), lack:
             result.sum().backward()
     else:
@@ -400,7 +400,7 @@ def run_set_up():
     """What rank 0 logs, how often the ranks talked, and whether the group had a collective."""
     before = dist.group.WORLD._get_sequence_number_for_group()
     with (
-        mock.patch("megatron_ep.group.rank_group.set_up_log.info") as info,
+        mock.patch("megatron_ep.buffer.rank_group.set_up_log.info") as info,
         make_buffer(tuning=ep.Tuning(channels=3)) as buffer,
     ):
         buffer.reset()

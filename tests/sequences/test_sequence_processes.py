@@ -12,7 +12,8 @@ import torch.distributed as dist
 from sequence_cases import Case, random_plan
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics, processes
+from megatron_ep.fabrics import choice
+from megatron_ep.meeting import processes
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
@@ -34,7 +35,7 @@ def round_trip(dispatcher, case):
 
 def run_cases(nodes, ranks_per_machine):
     names = mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // ranks_per_machine}")
-    forced = mock.patch.dict(os.environ, {fabrics.VARIABLE: "tcp"} if ranks_per_machine else {})
+    forced = mock.patch.dict(os.environ, {choice.VARIABLE: "tcp"} if ranks_per_machine else {})
     with forced, names if ranks_per_machine else contextlib.nullcontext():
         config = ep.Config(num_experts=W, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14))
         with ep.Buffer(None, config, ep.Topology(nodes, W // nodes)) as buffer:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ep.backends import cuda, sizes
+from megatron_ep.buffer import sizes
 from megatron_ep.config import Config, Topology
+from megatron_ep.fabrics import gpu
 from megatron_ep.simulate import Case, Machine, predict
 
 AS_GOOD = 1.03
@@ -32,17 +33,17 @@ def test_the_number_goes_with_the_nodes(monkeypatch, nodes, sms):
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     topology, config, device = Topology(nodes, 8), Config(num_experts=8 * nodes), torch.device("cuda", 0)
-    assert cuda.num_sms(config, device, 1, sizes.default_sms(topology)) == sizes.default_sms(topology) == sms
+    assert gpu.num_sms(config, device, 1, sizes.default_sms(topology)) == sizes.default_sms(topology) == sms
     assert Case(topology, config, topk=8, images=1).num_sms == sms
-    assert cuda.num_sms(config, device, 12, sizes.default_sms(topology)) == 11  # a share of the GPU
-    assert cuda.num_sms(Config(num_experts=8 * nodes, num_sms=5), device, 1, 64) == 5
+    assert gpu.num_sms(config, device, 12, sizes.default_sms(topology)) == 11  # a share of the GPU
+    assert gpu.num_sms(Config(num_experts=8 * nodes, num_sms=5), device, 1, 64) == 5
 
 
 def test_the_low_latency_mode_keeps_its_own(monkeypatch):
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     config = Config(num_experts=256)
-    assert cuda.num_sms(config, torch.device("cuda", 0), 1) == sizes.DEFAULT_SMS
+    assert gpu.num_sms(config, torch.device("cuda", 0), 1) == sizes.DEFAULT_SMS
     case = Case(Topology(32, 8), config, mode="low-latency", num_tokens=8, images=1)
     assert case.num_sms == sizes.DEFAULT_SMS
     in_a_node = Case(Topology(1, 8), config, mode="low-latency", num_tokens=8)

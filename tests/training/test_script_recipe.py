@@ -136,9 +136,9 @@ os.write(1, line.encode() + b"\\n")  # at once: print's line and its end are two
 
 PRETENDED_GPU = """
 import torch
-from megatron_ep.backends import cuda
+from megatron_ep.fabrics import gpu
 torch.cuda.is_available = lambda: True
-cuda.check_device = lambda device: None
+gpu.check_device = lambda device: None
 """
 
 

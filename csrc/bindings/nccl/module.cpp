@@ -69,7 +69,7 @@ PYBIND11_MODULE(_nccl, m) {
     py::module_::import("megatron_ep._C");  // has the types of the arguments
     m.doc() =
         "The CUDA backend over NCCL's device API. Its library must have been loaded before: see "
-        "megatron_ep.backends.fabrics.";
+        "megatron_ep.fabrics.choice.";
     bind_catch_up(m);
     m.attr("BUILT_FOR") = NCCL_VERSION_CODE;
     m.def("library_version", &NcclHeap::library_version,

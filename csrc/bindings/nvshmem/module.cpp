@@ -43,7 +43,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     py::module_::import("megatron_ep._C");  // has the types of the arguments
     m.doc() =
         "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
-        "megatron_ep.backends.fabrics.";
+        "megatron_ep.fabrics.choice.";
     bind_catch_up(m);
     m.attr("BUILT_FOR") = py::make_tuple(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                          NVSHMEM_VENDOR_PATCH_VERSION);
@@ -71,7 +71,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("left", &NvshmemHeap::left, "Keys of the heaps that earlier buffers left here.");
     m.def("release_left", &NvshmemHeap::release_left, py::arg("key"),
           py::call_guard<py::gil_scoped_release>(), "As NvshmemHeap.release, of one of them.");
-    py::class_<NvshmemTransport>(m, "Transport", "See megatron_ep.backends.ibgda.Transport.")
+    py::class_<NvshmemTransport>(m, "Transport", "See megatron_ep.fabrics.nvshmem_env.Transport.")
         .def_readonly("mapped", &NvshmemTransport::mapped)
         .def_readonly("networked", &NvshmemTransport::networked)
         .def_readonly("ibgda", &NvshmemTransport::ibgda)

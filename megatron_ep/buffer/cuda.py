@@ -1,0 +1,325 @@
+"""The CUDA backend: launches on torch's streams.
+
+A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU
+afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a
+dispatch whose number of rows is not given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import CountSettings, RankTensors, Totals
+from megatron_ep.buffer.launches import Launches
+from megatron_ep.buffer.of_group import OfGroup
+from megatron_ep.errors import EPStuckError
+from megatron_ep.fabrics import gpu
+from megatron_ep.fabrics.connection import Connection
+
+T = TypeVar("T")
+
+SPIN_S = 500e-6  # seconds that the host polls for counts without a sleep: usually they are there by then
+POLL_S = 50e-6  # seconds between two looks for counts after that
+LISTEN_S = 50e-3  # seconds between two looks, while the host waits, for whether another rank's failure ends the wait
+GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
+
+
+# Dispatch leaves second and further output rows to the intra-rank pass where n SMs cannot store all of a row's copies
+# in the time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
+#     n * (bytes/s that an SM stores) / (bytes/s of a GPU's links) = n * 50 GB/s / 330 GB/s = 0.15 * n   (H200).
+# With n = 24 that is 3.6 stores. Drawn evenly, K = 8 comes to 3.2 on four GPUs, and to 5.0 on two, which need the pass.
+MIN_STORES_PER_SM = 0.15
+
+# CUDA takes about 1,000 launches of all kinds ahead of the GPU. A host that has to wait for room there holds a lock of
+# the driver's, so that nobody in its process can tell the GPU to stop. With 40 kernels of a model between two launches
+# of ours, the host never gets there.
+MAX_LAUNCHES_AHEAD = 16
+
+# Closed, but a CUDA graph may still replay their launches.
+_replayable: list[CudaBackend] = []
+
+
+class CudaBackend(OfGroup):
+    """See `interface.Backend`: the ranks of this process are on one GPU.
+
+    Where a library carries the puts, and may wait for ever inside a launch, a call that waits here for that launch is
+    told by an EPStuckError.
+
+    connection: over one of the fabrics.
+    sms: that the exchange runs on.
+    rank: the first one of this process.
+    """
+
+    # Bytes that the intra-rank pass must save: with 32 MiB (T = 450 at H = 7168, K = 8 on two H200) dispatch and
+    # combine together take as long with it as without.
+    min_local_bytes = 32 << 20
+    host_knows_counts = False
+
+    def __init__(self, connection: Connection, heap: Any, device: torch.device, sms: int, rank: int = 0):
+        _forget_graphs_that_are_gone()
+        network, timeout = connection.network, connection.library_timeout
+        super().__init__(connection.group, None if network is None else network.nic)
+        self.connection = connection
+        self._launches = Launches(timeout, self._under_way)
+        if timeout is not None:
+            self.group.watch = self._launches.check
+        self._rank = rank
+        self.launches_ahead = True
+        self.min_stores = MIN_STORES_PER_SM * sms
+        self.shares_gpu = False  # with other processes of the buffer
+        self.memories = connection.memories
+        self.network_memory = connection.network_memory
+        self._heap = heap
+        self._device = device
+        self._busy = threading.Lock()
+        self._last: torch.cuda.Stream | None = None  # of the last launch
+        self._since_mark = 0  # launches
+        self._listened = 0.0  # when another rank's failure was last looked for
+        self._mark: torch.cuda.Event | None = None  # so many launches ago
+        # counts whose exchange failed, or is under way: a kernel that is still queued writes to them
+        self._untold: list[torch.Tensor] = []
+        self._captured_parts: list[object] = []  # whose launches graphs may replay
+
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        totals = self.launch(self.group.notify, tensors, *settings)
+        if self.aborted() is None:
+            self._untold.clear()
+        return totals
+
+    def dispatch_ahead(
+        self,
+        tensors: list[RankTensors],
+        row: _C.RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings,
+    ) -> tuple[Sequence[Totals], bool]:
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
+        told = self.launch(self.group.dispatch_ahead, tensors, row, batch, rdma_chunk, *counts[1:])
+        if self.aborted() is None:
+            self._untold.clear()
+        return told
+
+    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+        if not wait:
+            return torch.empty(2, experts, dtype=torch.int64, device=self._device)
+        # of the host, where the GPU reaches it
+        counts = torch.empty(2, experts, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._untold.append(counts)
+        return counts
+
+    def enqueue_dispatch(
+        self,
+        tensors: list[RankTensors],
+        row: _C.RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings | None,
+        again: bool = False,
+    ) -> None:
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
+        if counts is None:
+            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk, again)
+        else:
+            self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
+
+    def enqueue_combine(
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None:
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
+        self.launch(self.group.combine, tensors, row, batch, rdma_chunk, dtype)
+
+    def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        # torch keeps the memory of a GPU, and takes sizes faster one by one
+        return torch.empty(*shape, dtype=dtype, device=self._device)
+
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
+        if self.current_stream() != made_on:
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+    def may_wait_on_side_stream(self) -> bool:
+        # Other processes may take all SMs, and a graph's branches may run in any order unless an event orders them.
+        return not self.shares_gpu and (not self.is_capturing() or self.group.orders_graphs())
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def current_stream(self) -> int:
+        # what torch.cuda.current_stream is made of: a call asks often
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
+
+    def finished(self) -> bool:
+        return False  # a launch that was enqueued tells nothing yet
+
+    def finish_launches(self) -> None:
+        gpu.run_deferred()
+        # A CUDA graph's replays are counted nowhere, but what comes next on this stream depends on them.
+        current = torch.cuda.current_stream(self._device) if self._launches.are_captured else None
+        for stream in (self._last, current):
+            if stream is not None:
+                self._wait_until(functools.partial(self._is_reached_or_failed, stream.record_event()))
+        self.group.listen()
+
+    def _is_reached_or_failed(self, event: torch.cuda.Event) -> bool:
+        """Whether the event is reached, or never may be: work behind a launch that has failed, such as a reduction of
+        gradients, may itself wait for the rank that the launch gave up on."""
+        if event.query() or self.aborted() is not None:
+            return True
+        now = time.monotonic()
+        if now - self._listened > LISTEN_S:
+            self._listened = now
+            self.group.listen()
+        return False
+
+    def drain(self) -> None:
+        self.synchronize()
+        self.group.drain()
+
+    def reset(self) -> None:
+        gpu.run_deferred()
+        super().reset()
+        self._untold.clear()
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        gpu.defer(work)
+
+    @staticmethod
+    def give_back() -> None:
+        gpu.run_deferred()
+
+    def needs_memory(self) -> str:
+        if self.is_capturing():
+            return "a CUDA graph is being captured"
+        deadline = time.monotonic() + GRAPHS_S  # CUDA counts a graph that was deleted a little later
+        while self.group.graphs() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        graphs = self.group.graphs()
+        return f"{graphs} CUDA graphs may replay its launches, must be deleted before" if graphs else ""
+
+    def close(self) -> None:
+        """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
+        NaN: other ranks, and their memory, may be gone."""
+        if self.is_capturing():
+            self.put_off(self.close)
+            return
+        _forget_graphs_that_are_gone()
+        self.group.watch = None  # a circle through the extension, which nothing else breaks
+        if self._untold and not gpu.is_stuck(self.group):
+            torch.cuda.synchronize(self._device)
+            self._untold.clear()
+        if not gpu.is_stuck(self.group) and self.group.graphs():
+            self.group.retire()
+            _replayable.append(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of finished launches on the GPU since this was first read; events are recorded only from then on.
+        Captured graphs are not counted."""
+        return self._launches.measured()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Until the event is reached; Ctrl-C ends the waits on the GPU too."""
+        self._wait_until(event.query)
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        try:
+            with self._watched():
+                while not is_over():
+                    if time.perf_counter() - started > SPIN_S:
+                        self._launches.check()
+                        time.sleep(POLL_S)
+        except EPStuckError:
+            raise
+        except BaseException:
+            self.abort(interrupted=True, failed=False)
+            raise
+
+    def synchronize(self) -> None:
+        """Until all launches are done, those of captured graphs too."""
+        gpu.run_deferred()
+        if self._last is not None:
+            self.wait(self._last.record_event())
+        if self._launches.are_watched and self._launches.are_captured:
+            self._wait_until(_in_thread(torch.cuda.synchronize, self._device))
+        torch.cuda.synchronize(self._device)
+
+    def _under_way(self) -> tuple[str, bool] | None:
+        """See `Launches`."""
+        own = next(status for status in self.rank_statuses() if status.rank == self._rank)
+        return None if own.call is None else (own.call, self.aborted() is not None)
+
+    def launch(self, launch: Callable[..., T], *arguments: Any, part: object = None) -> T:
+        """launch(*arguments, stream). part: what it uses besides the group."""
+        stream = self.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            self._launches.are_captured = True
+            if not self.group.graphs():
+                self._captured_parts.clear()
+            if part is not None and part not in self._captured_parts:
+                self._captured_parts.append(part)
+            self.group.note_capture(stream)
+            # a graph orders what it holds itself, and torch synchronizes before it captures
+            return launch(*arguments, stream)
+        if not self._busy.acquire(False):
+            raise RuntimeError("the buffer is in use by another thread")
+        try:
+            if self._last is None or self._last.cuda_stream != stream:
+                current = torch.cuda.current_stream(self._device)
+                if self._last is not None:
+                    current.wait_event(self._last.record_event())  # two launches at once would share the rings
+                self._last = current
+            self._since_mark += 1
+            if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
+                self._wait_for_earlier_launches(self._last)
+            if not self._launches.are_recorded:
+                return launch(*arguments, stream)
+            with self._watched(), self._launches.record(self._last):
+                return launch(*arguments, stream)
+        finally:
+            self._busy.release()
+
+    def _wait_for_earlier_launches(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
+        if self._mark is not None:
+            self.wait(self._mark)
+        self._mark, self._since_mark = stream.record_event(), 1
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A launch inside which a library waits for ever ends the use of the GPU by this process, not its errors."""
+        try:
+            yield
+        except EPStuckError as error:
+            gpu.keep_for_ever(self.group)
+            with contextlib.suppress(RuntimeError):
+                self.abort(interrupted=False, failed=True, reason=str(error))
+            raise
+
+
+@functools.lru_cache(maxsize=64)
+def _half_a_ring(row: _C.RowFormat, heap: _C.Heap) -> int:
+    """Rows after which a ring's other end hears of them: then both ends can work at once."""
+    slots = heap.nvl_ring_bytes // row.slot_bytes
+    return 1 << max(0, slots.bit_length() - 2)
+
+
+def _forget_graphs_that_are_gone() -> None:
+    _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]
+
+
+def _in_thread(wait: Callable[..., object], *arguments: Any) -> Callable[[], bool]:
+    """Whether it has returned, of what may never do so."""
+    thread = threading.Thread(target=wait, args=arguments, daemon=True)
+    thread.start()
+    return lambda: not thread.is_alive()

@@ -1,0 +1,383 @@
+"""This process's rank of a buffer, and how it meets those of other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep import _C
+from megatron_ep.buffer import connect, cuda, host, release, sizes
+from megatron_ep.buffer.interface import HasMemory
+from megatron_ep.buffer.monitor import Monitor
+from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
+from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
+from megatron_ep.diagnosis import blame
+from megatron_ep.errors import EPAbortError, EPError
+from megatron_ep.fabrics import atomics, choice, gpu, tcp, verbs
+from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
+from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines
+from megatron_ep.meeting.codec import Plain
+from megatron_ep.meeting.news import News
+from megatron_ep.meeting.processes import has_ended, process_fate
+from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.meeting.torch_group import timeout_of
+
+# Construction, reset and release wait for the other ranks as long as Config.timeout says, and no less than this: ranks
+# do not begin at the same time.
+RENDEZVOUS_S = 5.0
+
+# Address of a segment: `_C.Segment.address`.
+ADDRESS = tuple[int, int, int, int]
+
+
+class DistributedRankGroup(RankGroup):
+    """See `megatron_ep.Buffer`.
+
+    rendezvous: of all ranks.
+    fabric: between GPUs; None: what fits the machines.
+    """
+
+    fabric: str
+    _network: tcp.Network | None = None  # between nodes, where the host carries it
+    _failed_reset = ""  # why the last reset failed, if it did
+
+    def __init__(
+        self,
+        rendezvous: StoreRendezvous,
+        config: Config,
+        topology: Topology | None,
+        device: str | torch.device,
+        fabric: choice.Choice | None = None,
+    ):
+        super().__init__()
+        self._rendezvous = rendezvous
+        self.rank = self._rendezvous.rank
+        self.config = config
+        self.ranks = [self.rank]
+        _, infos = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
+        self.topology = agreed_topology(infos, config)
+        self._infos = infos
+        own = infos[self.rank]
+        neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
+        self._neighbours = neighbours
+        self._rendezvous.watch = lambda: {rank: process_fate(pid) for rank, pid in neighbours.items()}
+        if self.device.type == "cuda":
+            sms = gpu.num_sms(config, self.device, 1, sizes.default_sms(self.topology))
+            self.heap = sizes.gpu_heap(self.topology, config, sms)
+            fabric = fabric or choice.choose(machines(infos), [info.fabric for info in infos], self._rendezvous.gather)
+            gpus = [info.gpu for info in infos]
+            connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric, gpus)
+            backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
+            self._network = connection.network
+            backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
+            self._backend = backend
+        else:
+            sms = None
+            self.heap = sizes.host_heap(self.topology, config)
+            self._machines = machines(infos)
+            segments = self.shared_segments(self.heap.bytes)
+            fabric = choice.Choice("shared memory", "host backend")
+            machine_count = len(set(self._machines))
+            if machine_count > 1:
+                wanted = [info.fabric for info in infos]
+                fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
+            name = fabric.name
+
+            def make() -> host.HostBackend:
+                nic = None
+                if machine_count > 1:
+                    near = [info.near_cards for info in infos]
+                    cards = verbs.cards_for(name, self.rank, self._machines, near=near)
+                    nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
+                    self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
+                return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
+
+            self._backend = self._rendezvous.agree(make) if name in choice.BY_CARD else make()
+            if self._network is not None:
+                self._network.connect(self._rendezvous)
+                fabric = choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
+        self.fabric = fabric.name
+        if self.topology.world_size > 1:
+            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
+        if self.rank == 0:
+            log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+
+    @property
+    def spans_machines(self) -> bool:
+        return self._network is not None
+
+    def _news(self) -> News | None:
+        """Where some ranks' memory is out of reach."""
+        if len(self._neighbours) == self.topology.world_size and self.fabric not in choice.NETWORKS:
+            return None
+        store = self._rendezvous.connection()
+        return None if store is None else News(store, self.topology.world_size)
+
+    def reset(self) -> None:
+        backend = self.live_backend()
+        self._meet_for("reset")
+        with contextlib.ExitStack() as stack:
+
+            def drain() -> None:
+                for rank in backend.ranks_that_left():
+                    raise EPError(f"rank {rank} {blame.LEFT}")
+                backend.drain()  # nothing of this rank reaches others after that
+                # not before: it ends launches that wait for a rank that has died
+                stack.enter_context(self._resetting())
+
+            self._rendezvous.agree(drain)
+            self._restart()
+
+    def restart(self) -> None:
+        """To the state of a new buffer, on all ranks, of which none has a call under way."""
+        with self._resetting():
+            self._restart()
+
+    def _restart(self) -> None:
+        try:
+            if self._network is not None:
+                self._rendezvous.agree(self._network.disconnect)  # nothing comes any more from anybody
+            self._rendezvous.agree(self._start_anew)
+            if self._network is not None:
+                self._network.connect(self._rendezvous)
+            self._failed_reset = ""
+        except BaseException as error:
+            self._failed_reset = str(error) or type(error).__name__
+            raise
+
+    def check_usable(self) -> None:
+        if self._failed_reset:
+            raise EPAbortError(f"the last reset failed: {self._failed_reset}; {HOW_TO_GO_ON}")
+        super().check_usable()
+
+    def _meet_for(self, what: str) -> None:
+        """How errors of the next exchanges call them."""
+        self._rendezvous.of_what, self._rendezvous.failure = f"of the buffer's {what}", f"could not {what} the buffer"
+
+    def _resetting(self) -> contextlib.AbstractContextManager[None]:
+        """The monitor aborts nobody meanwhile: ranks whose memory is mapped may have begun anew already."""
+        return self._monitor.resetting() if self._monitor is not None else contextlib.nullcontext()
+
+    def release(self) -> None:
+        """See `megatron_ep.Buffer.release`."""
+        backend = self.live_backend()
+        self._meet_for("release")
+        try:
+            lost = release.finish(self._rendezvous, backend)
+            failure = self._unseen_failure()
+        except ValueError:
+            raise
+        except BaseException:
+            self._let_go()
+            raise
+        parts, give_back, rendezvous = backend.parts, backend.give_back, self._rendezvous
+        self._let_go()
+        try:
+            self._give_back(rendezvous, [backend, *parts], all_came=lost is None)
+        except EPError as error:
+            raise lost or error from failure
+        finally:
+            for part in parts:
+                part.let_go()
+            del backend  # it may have been the last to have it
+            give_back()
+            _C.release_pooled_memory()
+        if lost is not None:
+            raise lost from failure
+        if failure is not None:
+            raise failure
+
+    def _give_back(self, rendezvous: StoreRendezvous, holders: Sequence[HasMemory], *, all_came: bool) -> None:
+        network = [holder.network_memory for holder in holders if holder.network_memory is not None]
+        if not network:
+            memories = [holder.memories for holder in holders]
+            left = memories[0][self.rank].release_left if self.device.type == "cuda" else lambda: None
+            release.of_machine(rendezvous, memories, self._has_ended, left, all_came=all_came)
+        elif all_came:
+            with torch.cuda.device(self.device):
+                release.of_network(rendezvous, choice.NETWORKS[self.fabric](), network)
+
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self._neighbours and has_ended(self._neighbours[rank])
+
+    def _let_go(self) -> None:
+        self._stop_monitor()  # which talks to the network
+        if self._network is not None:
+            self._network.close()
+        super()._let_go()
+        self.__dict__.pop("_rendezvous", None)  # and with it a connection to the store
+
+    @contextlib.contextmanager
+    def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
+        """The ranks meet in this store, and will from now on, if all goes well."""
+        before = self._rendezvous
+        self._rendezvous = StoreRendezvous.over(store, self.rank, self.topology.world_size, before.timeout)
+        try:
+            yield
+        except BaseException:
+            self._rendezvous = before
+            raise
+
+    def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
+        """What the ranks that stayed do while others, in new processes, build this buffer anew.
+
+        check: may fail on some ranks only, and fails on all then.
+
+        Raises ValueError and EPError if it fails, if these are not the ranks that have new processes, or if one of
+        their former processes lives.
+        """
+
+        def tell() -> tuple[None, RankInfo]:
+            check()
+            return None, self._infos[self.rank]
+
+        _, infos = self._rendezvous.exchange(tell)
+        agreed_topology(infos, self.config)
+
+        def check_processes() -> None:
+            for rank, info in enumerate(infos):
+                former = self._neighbours[rank]
+                if rank in ranks and info.pid == former:
+                    raise ValueError(f"ranks names {rank}, which has the process that it had")
+                if rank not in ranks and info.pid != former:
+                    raise ValueError(f"ranks does not name {rank}, which has a new process")
+                if rank in ranks and not has_ended(former):
+                    raise EPError(f"rank {rank} came back in process {info.pid}, but its former one, {former}, lives")
+
+        self._renew(self.live_backend().memories, ranks, check_processes)
+        if self.device.type == "cuda":
+            self._rendezvous.agree(lambda: None)  # on the others: `p2p.connect`
+        self._infos = infos
+        self._neighbours.update(enumerate(info.pid for info in infos))
+
+    def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
+        """While others, in new processes, make `shared_segments` or a `low_latency_connection`: maps theirs where these
+        ranks had their memory before."""
+        self._renew(memories, ranks, lambda: None)
+
+    def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
+        own = memories[self.rank]
+
+        def tell() -> tuple[None, Any]:
+            check()
+            return None, own.address() if isinstance(own, _C.Segment) else own.handle()
+
+        _, addresses = self._rendezvous.exchange(tell, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
+
+        def replace() -> None:
+            for rank in ranks:
+                memories[rank].replace(addresses[rank])
+
+        self._rendezvous.agree(replace)
+
+    def _fate_of(self, rank: int) -> str | None:
+        if rank in self._neighbours:
+            return process_fate(self._neighbours[rank])
+        return self._network.fate_of(rank) if self._network is not None else None
+
+    def _unheard(self, rank: int) -> tuple[str, float] | None:
+        return self._network.unheard(rank) if self._network is not None else None
+
+    def open_on_network(self, tolerates_loss: bool) -> None:
+        if self._network is not None:
+            if tolerates_loss:
+                self._network.nic.tolerate_loss()
+            self._network.connect_part(self._rendezvous)
+
+    def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        self.live_backend()
+        plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
+
+        def tell() -> tuple[None, dict[str, Plain]]:
+            check()
+            return None, plain
+
+        _, everyone = self._rendezvous.exchange(tell, kind=dict[str, Plain])
+        for rank, others in enumerate(everyone):
+            for name, mine in plain.items():
+                if (other := others.get(name)) != mine:
+                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {other} on rank {rank}, must be equal")
+
+    def _introduce(self, topology: Topology | None, device: str | torch.device) -> RankInfo:
+        require_type("config", self.config, Config)
+        if topology is not None:
+            require_type("topology", topology, Topology)
+        self.device = gpu.check_device(device)
+        return introduce(self.config, topology, self.device)
+
+    def keeps_lines(self) -> bool:
+        gpus = [info.gpu for info in self._infos]
+        return all(self._rendezvous.gather(atomics.are_native(gpus[self.rank], gpus)))
+
+    def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:
+        backend = self.live_backend()
+        assert isinstance(backend, cuda.CudaBackend)
+        return connect.low_latency(self._gpu_rank(blocks), heap, self.fabric, backend.connection)
+
+    def _gpu_rank(self, blocks: int) -> GpuRank:
+        return GpuRank(
+            rendezvous=self._rendezvous,
+            config=self.config,
+            machines=machines(self._infos),
+            pids=[info.pid for info in self._infos],
+            pcis=[info.pci for info in self._infos],
+            device=self.device,
+            blocks=blocks,
+        )
+
+    def shared_segments(self, size: int) -> list[Any]:
+        """Memory of the host of so many bytes for each rank, mapped by all of its machine; for those of other machines
+        a mirror of their control block. Collective."""
+
+        def create() -> tuple[_C.Segment, tuple[int, int, int, int]]:
+            own = _C.Segment.shared(size)
+            return own, own.address()
+
+        own, addresses = self._rendezvous.exchange(create, kind=ADDRESS)
+
+        def place(rank: int) -> _C.Segment:
+            if rank == self.rank:
+                return own
+            if self._machines[rank] != self._machines[self.rank]:
+                return _C.Segment.anonymous(_C.SoftwareNic.mirror_bytes)
+            return _C.Segment.open(addresses[rank], size)
+
+        return self._rendezvous.agree(lambda: [place(rank) for rank in range(len(addresses))])
+
+
+def group_of(
+    group: dist.ProcessGroup | None,
+    config: Config,
+    topology: Topology | None,
+    device: str | torch.device,
+    of_what: str = StoreRendezvous.of_what,
+) -> DistributedRankGroup:
+    """This process's rank of a process group: see `megatron_ep.Buffer`. of_what: what is made, in errors."""
+    config = with_timeout_of(group, config, device)
+    rendezvous = StoreRendezvous(group, timedelta(seconds=patience(config)))
+    rendezvous.of_what = of_what
+    return DistributedRankGroup(rendezvous, config, topology, device)
+
+
+def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str | torch.device) -> Config:
+    """A config whose user leaves the limit of waits open takes that of the group's own collectives."""
+    if not isinstance(config, Config) or config.timeout is not None or os.environ.get(TIMEOUT_VARIABLE):
+        return config
+    with contextlib.suppress(RuntimeError, TypeError):  # no device: refused later, on all ranks alike
+        return dataclasses.replace(config, timeout=timeout_of(group, torch.device(device)))
+    return config
+
+
+def patience(config: Config) -> float:
+    """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
+    try:
+        return max(RENDEZVOUS_S, config.timeout_seconds)
+    except (AttributeError, ValueError):
+        return RENDEZVOUS_S

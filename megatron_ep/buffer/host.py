@@ -1,0 +1,144 @@
+"""The host backend: launches run to their end on the calling thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import CountSettings, RankTensors, Totals
+from megatron_ep.buffer.of_group import OfGroup
+
+POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
+
+
+def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """See `interface.Backend.new_output`."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < POOLED_BYTES:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    try:
+        storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    except MemoryError:
+        what = f"{' x '.join(map(str, shape))} of {dtype}"
+        raise MemoryError(f"{what} take {size / 2**30:.1f} GiB, more than this machine gives") from None
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+
+
+class HostBackend(OfGroup):
+    """See `interface.Backend`."""
+
+    min_local_bytes = math.inf  # the same threads would run it
+    min_stores = 0.0
+    host_knows_counts = True
+
+    def __init__(
+        self,
+        heap: _C.Heap,
+        ranks: list[int],
+        segments: Sequence[_C.Segment],
+        *,
+        timeout: float,
+        threads: int = 1,
+        seed: int | None = None,
+        lost_signal: int = 0,
+        stalled: tuple[int, int] = (0, 0),
+        nic: _C.SoftwareNic | None = None,
+    ):
+        """nic: carries what goes to other nodes; None: all heaps are mapped here."""
+        self.is_seeded = seed is not None
+        self._ranks = ranks
+        self.memories = list(segments)
+        self.network_memory = None
+        group = _C.Group(
+            heap=heap,
+            ranks=ranks,
+            segments=self.memories,
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+            stalled=stalled,
+            timeout=timeout,
+            nic=nic,
+        )
+        super().__init__(group, nic)
+
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        return self.group.notify(tensors, *settings)
+
+    def dispatch_ahead(self, *_: Any) -> tuple[Sequence[Totals], bool]:
+        raise NotImplementedError("a launch on the host returns when it is done")
+
+    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+        return torch.empty(2, experts, dtype=torch.int64, device="cpu")
+
+    def enqueue_dispatch(
+        self,
+        tensors: list[RankTensors],
+        row: _C.RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings | None,
+        again: bool = False,
+    ) -> None:
+        assert counts is None and not again
+        self.group.dispatch(tensors, row, nvl_batch, rdma_chunk)
+
+    def enqueue_combine(
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None:
+        self.group.combine(tensors, row, nvl_batch, rdma_chunk, dtype)
+
+    def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return new_output(shape, dtype)
+
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
+        pass
+
+    def may_wait_on_side_stream(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def current_stream(self) -> int:
+        return 0
+
+    def finished(self) -> bool:
+        return self.group.finished()
+
+    def synchronize(self) -> None:
+        pass
+
+    def finish_launches(self) -> None:
+        pass
+
+    def _is_in_call(self) -> bool:
+        """In another thread: calls return when they are done. One that has failed is about to return."""
+        own = (status for status in self.rank_statuses() if status.rank in self._ranks)
+        return any(status.inside is not None for status in own) and self.aborted() is None
+
+    def drain(self) -> None:
+        if self._is_in_call():
+            raise RuntimeError("the buffer is in use by another thread")
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        work()
+
+    @staticmethod
+    def give_back() -> None:
+        pass
+
+    def needs_memory(self) -> str:
+        return "a call is under way in another thread" if self._is_in_call() else ""
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def seconds(self) -> float:
+        return self.group.seconds

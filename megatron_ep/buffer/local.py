@@ -1,0 +1,87 @@
+"""All ranks of a buffer in one process."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer import cuda, host, sizes
+from megatron_ep.buffer.rank_group import RankGroup, log_set_up
+from megatron_ep.config import Config, Topology, require_int, require_type
+from megatron_ep.fabrics import gpu, p2p
+from megatron_ep.fabrics.connection import LowLatencyConnection
+
+
+class LocalRankGroup(RankGroup):
+    """See `megatron_ep.LocalCluster`."""
+
+    takes_lists = True
+
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int,
+        config: Config,
+        *,
+        device: str | torch.device,
+        threads: int,
+        seed: int | None,
+        lost_signal: int,
+        stalled: tuple[int, int] | None,
+    ):
+        super().__init__()
+        self.topology = Topology(nodes, ranks_per_node)
+        require_type("config", config, Config)
+        self.config = config
+        config.check_ranks(self.topology)
+        require_int("threads", threads, 1, 1 << 10)
+        require_int("lost_signal", lost_signal, 0, 2**63)
+        if lost_signal and seed is None:
+            raise ValueError(f"lost_signal is {lost_signal}, must be 0 without a seed")
+        if stalled is not None:
+            if seed is None:
+                raise ValueError(f"stalled is {stalled}, must be None without a seed")
+            if not isinstance(stalled, tuple) or len(stalled) != 2:
+                raise ValueError(f"stalled is {stalled!r}, must be a rank and the number of one of its waits")
+            require_int("stalled's rank", stalled[0], 0, self.topology.world_size - 1)
+            require_int("stalled's wait", stalled[1], 1, 2**63)
+        if seed is not None:
+            require_int("seed", seed, 0, 2**63)
+            if threads != 1:
+                raise ValueError(f"threads is {threads}, must be 1 with a seed")
+        self.ranks = list(range(self.topology.world_size))
+        self._seed = seed
+        self.device = gpu.check_device(device)
+        if self.device.type == "cuda":
+            if threads != 1 or seed is not None:
+                raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
+            sms = gpu.num_sms(config, self.device, len(self.ranks), sizes.default_sms(self.topology))
+            self.heap = sizes.gpu_heap(self.topology, config, sms, len(self.ranks))
+            connection = p2p.of_one_process(self.ranks, self.heap, self.device, sms, config)
+            self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms)
+            log_set_up(self, "p2p (one GPU)", self.heap, sms)
+            return
+        self.heap = sizes.host_heap(self.topology, config)
+        self._backend = host.HostBackend(
+            self.heap,
+            self.ranks,
+            [_C.Segment.anonymous(self.heap.bytes) for _ in self.ranks],
+            timeout=config.timeout_seconds,
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+            stalled=stalled or (0, 0),
+        )
+        network = "" if seed is None else f", a simulated network of seed {seed}"
+        log_set_up(self, f"memory of this process{network}", self.heap)
+
+    def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:
+        backend = self.live_backend()
+        assert isinstance(backend, cuda.CudaBackend)
+        return p2p.low_latency_of_one_process(heap, self.device, blocks, backend.connection)
+
+    def reset(self) -> None:
+        self._start_anew()
+
+    def _when_waits_expire(self) -> str:
+        return super()._when_waits_expire() if self._seed is None else "when no role could run any more"

@@ -1,0 +1,148 @@
+"""A thread that looks after the ranks of a buffer while others wait for them.
+
+A waiting role sees only flags. It would learn that a peer's process has ended, or that a rank of another machine gave
+up or said goodbye, only at its timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+from megatron_ep.buffer.interface import Backend
+from megatron_ep.diagnosis import blame, failures
+from megatron_ep.meeting.news import Failure, News
+from megatron_ep.meeting.processes import process_fate
+
+INTERVAL_S = 0.2
+END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
+# Outcomes that all ranks are told of. Not cut_off and masked: these concern one rank.
+EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow", "lost"}
+
+log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """Watches for one rank, from construction until `stop`. Does not keep the process from ending.
+
+    backend: of this rank only.
+    processes: of the ranks on this machine, by rank; may change.
+    news: where some ranks are out of reach, which then give up as soon as one has.
+    describe: what those are told of a failure (outcome, rank). A method, whose object is not kept alive.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        rank: int,
+        processes: Mapping[int, int],
+        news: News | None,
+        describe: Callable[[str, int], Failure],
+    ):
+        self._backend = backend
+        self._rank = rank
+        self._processes = processes
+        self._news = news
+        self._describe = weakref.WeakMethod(describe)
+        self._looking = threading.RLock()  # a finalizer may run while it is held
+        self._is_over = threading.Event()
+        self._has_told = False  # since the last reset
+        self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
+        self._thread.start()
+        _monitors.add(self)
+
+    def stop(self) -> None:
+        """From any thread, this one too."""
+        self._is_over.set()
+        if self._news is not None:
+            self._news.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    @contextlib.contextmanager
+    def resetting(self) -> Iterator[None]:
+        """What failed before is over after that, on all ranks."""
+        with self._looking:
+            yield
+            self._has_told = False
+            if self._news is not None:
+                self._news.turn_page()
+
+    def first(self, failure: Failure) -> Failure:
+        """What all ranks are told: this one, unless another one was first."""
+        if self._news is None or not self._is_everybodys(failure.outcome):
+            return failure
+        return self._news.agree(failure)
+
+    @property
+    def heard(self) -> Failure | None:
+        """What all ranks are told, where that is known already."""
+        return self._news.first if self._news is not None else None
+
+    def _is_everybodys(self, outcome: str) -> bool:
+        return outcome in EVERYBODYS and not self._backend.masks
+
+    def _run(self) -> None:
+        while not self._is_over.wait(INTERVAL_S):
+            try:
+                with self._looking:
+                    self._look()
+            except Exception as error:  # a GPU that no longer answers, say: the next call raises it
+                log.debug("rank %d is no longer looked after: %s", self._rank, error)
+                return
+
+    def _look(self) -> None:
+        if self._backend.masks:
+            return
+        if (aborted := self._backend.aborted()) is not None:
+            self._tell(*aborted)
+        elif (heard := self.heard) is not None:
+            self._backend.abort(interrupted=False, failed=True, reason=heard.cause)
+        else:
+            self._look_at_processes()
+
+    def _tell(self, outcome: str, rank: int) -> None:
+        describe = self._describe()
+        if describe is None or self._has_told or not self._is_everybodys(outcome):
+            return
+        if self._news is None and not failures.watchers:
+            return  # so that a GPU is asked only where somebody wants to know
+        self._has_told = True
+        failure = describe(outcome, rank)
+        if self._news is not None:
+            self._news.publish(failure)
+        for watcher in failures.watchers:
+            watcher(failure.cause)
+
+    def _look_at_processes(self) -> None:
+        fates = self._fates()  # before the statuses: a rank may do its part, and then end
+        if not fates:
+            return  # so that a GPU is asked only where something has happened
+        statuses = self._backend.rank_statuses()
+        own = next(status for status in statuses if status.rank == self._rank)
+        ended = blame.ended(own, statuses, fates.get)
+        if ended is not None and not self._is_over.is_set():
+            self._backend.abort(interrupted=False, failed=True, reason=f"{blame.STOPPED_WAITING}{ended}")
+
+    def _fates(self) -> dict[int, str]:
+        """Returns the fate of the ranks that have left or ended."""
+        fates = dict.fromkeys(self._backend.ranks_that_left(), blame.LEFT)
+        ended = [rank for rank, pid in list(self._processes.items()) if process_fate(pid) == blame.ENDED]
+        return fates | dict.fromkeys(ended, blame.ENDED)
+
+
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_monitors.clear)  # their threads are not there
+
+
+@atexit.register
+def stop_all() -> None:
+    """Before what the threads use is gone."""
+    for monitor in list(_monitors):
+        with contextlib.suppress(Exception):
+            monitor.stop()

@@ -1,0 +1,66 @@
+"""What a compiled group answers in the same way on the host and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import Part
+from megatron_ep.diagnosis.blame import RankStatus
+
+
+class OfGroup:
+    """A part of `interface.Backend`.
+
+    group: the compiled group, which has the ranks of this process.
+    nic: what tells ranks of other machines of failures; None: they see memory of this one.
+    """
+
+    def __init__(self, group: Any, nic: _C.SoftwareNic | None = None):
+        self.group = group
+        self._nic = nic
+        self.masks = False
+        self.launches_ahead = False
+        self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
+        self._attached = itertools.count()
+
+    def aborted(self) -> tuple[str, int] | None:
+        return self.group.aborted()
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return self.group.incidents()
+
+    def rank_statuses(self) -> list[RankStatus]:
+        return [RankStatus(**status) for status in self.group.rank_statuses()]
+
+    def ranks_that_left(self) -> list[int]:
+        return self._nic.ranks_that_left() if self._nic is not None else []
+
+    def waited(self) -> list[tuple[list[int], list[int]]]:
+        return self.group.waited()
+
+    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
+        aborted = self.group.aborted()
+        if aborted is not None and aborted[0] == "cut_off":
+            return  # the others go on without this rank, whatever becomes of it
+        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
+        self.tell_others()
+
+    def tell_others(self) -> None:
+        if self._nic is not None:
+            self._nic.tell_now()
+
+    def attach(self, part: Part) -> None:
+        self._parts[next(self._attached)] = part
+
+    @property
+    def parts(self) -> Collection[Part]:
+        return list(self._parts.values())
+
+    def reset(self) -> None:
+        self.group.reset()
+        for part in self.parts:  # in the same order on all ranks: that may be collective
+            part.reset()

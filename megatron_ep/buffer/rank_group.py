@@ -1,0 +1,465 @@
+"""The ranks of a buffer that live in this process: their life, and what becomes of the launches on them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import Backend, LastCounts
+from megatron_ep.buffer.known_calls import KnownCalls
+from megatron_ep.buffer.monitor import Monitor
+from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
+from megatron_ep.diagnosis import blame, disagreement, failures
+from megatron_ep.diagnosis.blame import RankStatus
+from megatron_ep.errors import (
+    EPAbortError,
+    EPError,
+    EPMaskedError,
+    EPOverflowError,
+    EPTimeoutError,
+    by_cause,
+    describe,
+    summarize,
+)
+from megatron_ep.meeting.news import Failure
+from megatron_ep.meeting.processes import OfOneProcess
+
+PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
+COMBINE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in SUMMABLE_TYPES)
+
+
+def _built_dtypes() -> tuple[torch.dtype, ...]:
+    built = _C.build_info().get("dtypes")  # None: nothing is built for GPUs
+    names = zip(("bf16", "fp16", "fp32", "fp64"), COMBINE_DTYPES, strict=True)
+    return COMBINE_DTYPES if built is None else tuple(dtype for name, dtype in names if name in built.split(","))
+
+
+_BUILT_DTYPES = _built_dtypes()
+
+
+def summable_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """What combine sums on a "cpu", which is everything, or on "cuda": what MEGATRON_EP_DTYPES named at the build."""
+    return _BUILT_DTYPES if device_type == "cuda" else COMBINE_DTYPES
+
+
+def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
+    """Raises ValueError."""
+    allowed = summable_dtypes(device_type)
+    if dtype in allowed:
+        return
+    said = f"{name} is {dtype}, must be one of {', '.join(map(str, allowed))}"
+    if dtype in COMBINE_DTYPES:
+        said += ", which this build of megatron_ep sums on GPUs: built with MEGATRON_EP_DTYPES=all it sums the others"
+    raise ValueError(said)
+
+
+# How long the ranks that are in a call have to say what they waited for when it was given up.
+ANSWER_S = 0.2
+# Seconds by which the reason of a rank that gave up may arrive after another rank has passed on that it did.
+REASON_S = 1.0
+TOLD_TO_STOP = "was told to stop: "
+IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/exclusive_call.h
+
+log = logging.getLogger(__name__)
+set_up_log = logging.getLogger("megatron_ep.buffer")
+
+_of_parents: list[Any] = []  # in a forked child: the end of these would touch what is still in use
+
+HOW_TO_GO_ON = "every rank must call buffer.reset() before the buffer is used again"
+
+
+class AbortPeersOnError:
+    """See `RankGroup.abort_peers_on_error`."""
+
+    __slots__ = ("_backward_of", "_group")
+
+    def __init__(self, group: RankGroup, backward_of: str):
+        self._group, self._backward_of = group, backward_of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._group.abort_peers(error)
+        if isinstance(error, EPTimeoutError) and self._backward_of:
+            why = f"in the backward pass of {self._backward_of}: does the loss contain its output on all ranks?"
+            error.args = (f"{error}\n  {why}",)
+
+
+class RankGroup(OfOneProcess):
+    """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.normal.launches`."""
+
+    topology: Topology
+    config: Config
+    ranks: list[int]
+    device: torch.device
+    number: int  # of this buffer in this process, for operators, which take no objects
+    heap: _C.Heap
+    resets: int = 0  # since it was made
+    last_counts: LastCounts | None = None  # of the last dispatch for whose counts the host has waited
+    takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
+    _backend: Backend | None = None
+    _monitor: Monitor | None = None
+    _is_left = False  # whether nobody has it any more, and its end was put off
+    _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
+
+    def __init__(self) -> None:
+        self.number = failures.watch(self)
+        self._process = os.getpid()
+
+    @functools.cached_property
+    def known_calls(self) -> KnownCalls:
+        """Cache of checked arguments of dispatches and combines with this buffer."""
+        return KnownCalls()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the buffer can be used: until it is closed."""
+        return self._backend is not None and not self._is_left
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether some ranks are reached over the host's network."""
+        return False
+
+    @property
+    def ring_bytes(self) -> dict[str, int]:
+        """Sizes of the rings that a row passes through, by the name of their setting in `Tuning`."""
+        rings = {"nvl_ring_bytes": self.heap.nvl_ring_bytes}
+        if self.topology.nodes > 1:
+            rings["rdma_ring_bytes"] = self.heap.rdma_ring_bytes
+        return rings
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, experts per rank."""
+        return self.config.num_experts // self.topology.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
+        return self.live_backend().seconds
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """See `AnyBuffer`."""
+        last, total = zip(*self.live_backend().waited(), strict=True)
+        return {"wait_ns": torch.tensor(total, device="cpu"), "last_wait_ns": torch.tensor(last, device="cpu")}
+
+    def close(self) -> None:
+        """See `AnyBuffer`."""
+        if self._backend is None:
+            return
+        try:
+            failure = self._unseen_failure()
+        finally:
+            self._let_go()
+            _C.release_pooled_memory()
+        if failure is not None:
+            raise failure
+
+    def _let_go(self) -> None:
+        backend, self._backend = self._backend, None
+        self._stop_monitor()
+        if backend is not None:
+            backend.close()
+            give_back = backend.give_back
+            del backend  # it may have been the last to have it
+            give_back()
+
+    def _stop_monitor(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+
+    def close_after_error(self) -> None:
+        """As `close`, but logs what nobody has been told of: another error is on its way."""
+        self.report_unseen()
+        self._is_seen = True
+        self.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.is_open and not is_finalizing():  # at exit, when modules are gone, `failures` has reported already
+            self._is_left = True
+            self.live_backend().put_off(self._end)
+
+    def _end(self) -> None:
+        if self._process != os.getpid():
+            self.leave_to_parent()
+        self.report_unseen()
+        self._let_go()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, where the buffer is closed: whatever is done with it here would reach its ranks."""
+        _of_parents.append((self._backend, self._monitor))
+        self._backend = self._monitor = None
+
+    def live_backend(self) -> Backend:
+        """Raises ValueError if closed."""
+        if self._backend is None:
+            if self._process != (process := os.getpid()):
+                raise ValueError(f"buffer is of process {self._process}, must not be used in {process}, forked from it")
+            raise ValueError("buffer is closed")
+        return self._backend
+
+    def _start_anew(self) -> None:
+        """To the state of a new group of ranks, of which none has a call under way."""
+        self.live_backend().reset()
+        self.resets += 1
+        self._is_seen = False
+
+    def reset(self) -> None:
+        """See `megatron_ep.Buffer`."""
+        raise NotImplementedError
+
+    def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
+
+        Collective.
+        """
+        check()
+
+    def keeps_lines(self) -> bool:
+        """Whether all GPUs are mapped over links that keep lines of 128 bytes whole.
+
+        Collective, and so never asked where ranks may come back alone: what others do meanwhile has no such step.
+        """
+        return True
+
+    # ---- launches
+
+    def open_on_network(self, tolerates_loss: bool) -> None:
+        """After a part of this buffer was opened on the host's network, if there is one: nobody sends to it before all
+        have. Collective.
+
+        tolerates_loss: a lost connection ends waits of the normal mode only: the part masks lost ranks instead.
+        """
+
+    def check_usable(self) -> None:
+        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank,
+        EPMaskedError if others have masked this one."""
+        backend = self.live_backend()
+        aborted = backend.aborted()
+        if aborted is not None and self.device.type == "cuda":
+            raise self._failure(*aborted)  # a launch that failed after it was enqueued
+        if aborted is not None:
+            backend.tell_others()
+            self._is_seen = True
+            kind = EPMaskedError if aborted[0] == "cut_off" else EPAbortError
+            raise kind(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
+
+    def synchronize(self) -> None:
+        """See `AnyBuffer`."""
+        backend = self.live_backend()
+        backend.finish_launches()  # what follows a failed launch on its stream may never end
+        self.raise_if_aborted()
+        backend.synchronize()
+        self.raise_if_aborted()
+
+    def raise_if_failed(self) -> None:
+        """As `megatron_ep.raise_if_failed`, for this buffer alone."""
+        self.live_backend().finish_launches()
+        self.raise_if_known_to_have_failed()
+
+    def raise_if_known_to_have_failed(self) -> None:
+        """Raises as `raise_if_failed` what this process has heard of so far. Waits for no launch."""
+        aborted = self.live_backend().aborted()
+        if aborted is not None:
+            raise self._failure(*aborted)
+
+    @property
+    def has_unseen_failure(self) -> bool:
+        """Whether a failure is known in this process that no call has raised yet."""
+        return not self._is_seen and self._backend is not None and self._backend.aborted() is not None
+
+    def abort(self, reason: str) -> None:
+        """See `AnyBuffer`. Does nothing once it is closed."""
+        backend = self._backend
+        if backend is None:
+            return
+        backend.abort(interrupted=False, failed=True, reason=f"{TOLD_TO_STOP}{reason}")
+        self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
+
+    def report_unseen(self) -> None:
+        """Logs, as an error, a failure that nobody has been told of. Raises nothing."""
+        try:
+            failure = self._unseen_failure()
+        except Exception as error:
+            log.error("a buffer of megatron_ep cannot tell whether its last calls failed: %s", error)
+        else:
+            if failure is not None:
+                log.error("a call of megatron_ep failed and no call has raised it: %s", failure)
+
+    def _unseen_failure(self) -> EPError | None:
+        if self._backend is None or self._is_seen:
+            return None
+        if not self._backend.is_capturing():
+            self._backend.finish_launches()
+        aborted = self._backend.aborted()
+        if aborted is None or self._backend.finished():
+            return None
+        return self._failure(*aborted)
+
+    def abort_peers_on_error(self, backward_of: str = "") -> AbortPeersOnError:
+        """An error inside that only this rank knows of reaches the others too, who would wait for this one.
+
+        backward_of: the call whose backward pass is inside, which a timeout names.
+        """
+        return AbortPeersOnError(self, backward_of)
+
+    def abort_peers(self, error: BaseException) -> None:
+        """Tells the other ranks that this one failed. Not for an EPError, which they know of."""
+        if isinstance(error, EPError) or str(error) == IN_USE:  # that call has touched nothing
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._is_seen |= interrupted  # that ended the waits of this process too
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
+            failed = not interrupted and not isinstance(error, ValueError)
+            reason = "" if interrupted else f"{type(error).__name__}: {error}" if failed else str(error)
+            self.refuse(interrupted=interrupted, failed=failed, reason=reason)
+
+    def refuse(
+        self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_told: bool = False
+    ) -> None:
+        """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed.
+
+        is_told: whether the caller raises an EPError about the same step, whichever rank met it first.
+        """
+        self._is_seen |= is_told
+        if self._backend is not None and len(self.ranks) < self.topology.world_size:
+            self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
+            outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
+            # unless a call had failed before, of which the error may be but a consequence
+            aborted = self._backend.aborted()
+            self._is_seen |= aborted == (outcome, self.ranks[0])
+            if aborted is not None and self._monitor is not None:
+                self._monitor.first(self.describe(*aborted))  # this process may end now
+
+    # ---- failures
+
+    def describe(self, outcome: str, rank: int) -> Failure:
+        """A failure as this rank sees it."""
+        incidents = self.live_backend().incidents()
+        first = next((i for i in incidents if i["outcome"] != "aborted"), next(iter(incidents), None))
+        return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
+
+    def _cause(self, outcome: str, rank: int) -> str:
+        """Returns the cause, equal on all ranks, including those out of reach."""
+        if self._monitor is None:
+            return self._own_cause(outcome, rank)
+        if (heard := self._monitor.heard) is not None:
+            return heard.cause
+        return self._monitor.first(self.describe(outcome, rank)).cause
+
+    def _own_cause(self, outcome: str, rank: int) -> str:
+        statuses = self._rank_statuses(outcome, rank)
+        reason = next((status.reason for status in statuses if status.rank == rank), "")
+        if outcome == "lost" and not reason:  # another one's connection to it
+            reason = next((status.reason for status in statuses if status.reason), "")
+        why = f": {reason}" if reason else ""
+        if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
+            return f"rank {rank} {reason}"
+        if outcome == "timeout":
+            root = blame.root(rank, statuses, self._fate_of, self._unheard)
+            return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
+        incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
+        told = [i["peer"] for i in incidents]
+        if outcome == "mismatch" and incidents and incidents[0]["waiting_for"] != "nothing":
+            return f"rank {rank} was sent counts of rows that no rank can have, by rank {told[0]}"
+        if outcome == "cut_off":
+            by = f"rank {told[0]}" if told else "another rank"
+            return f"rank {rank} came too late: {by} took it for dead, has masked it and goes on without it"
+        if outcome == "masked":
+            return f"rank {rank} met rank {told[0] if told else '?'} in a backward pass, masked since its forward pass"
+        return {
+            "bad_input": f"rank {rank} refused its arguments{why}",
+            "failed": f"rank {rank} failed for a reason of its own{why}",
+            "lost": f"the connection to rank {rank} broke{why}",
+            "interrupted": f"rank {rank} was interrupted",
+            "mismatch": f"rank {rank} met a row that was not meant for its call: "
+            f"{disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)}",
+            "no_layout": f"rank {rank} used the handle of a dispatch that failed",
+            "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
+            "tokens that ranks of other nodes send through it",
+        }[outcome]
+
+    def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
+        """Returns the status of all ranks in reach. Some have a moment to say more: after a timeout those in a call,
+        what they wait for as soon as they have heard of it; otherwise the rank that gave up, why."""
+
+        def has_more_to_say(status: RankStatus) -> bool:
+            if outcome == "timeout":
+                is_expected = bool(status.inside) and not status.incidents
+                return is_expected and not self._fate_of(status.rank) and not self._unheard(status.rank)
+            return outcome in ("failed", "bad_input") and status.rank == rank and not status.reason
+
+        seconds = ANSWER_S if outcome == "timeout" else REASON_S
+        deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
+        try:
+            while True:
+                statuses = self.live_backend().rank_statuses()
+                if not any(map(has_more_to_say, statuses)) or time.monotonic() > deadline:
+                    return statuses
+                time.sleep(1e-3)
+        except RuntimeError:  # a GPU that no longer answers
+            return []
+
+    def _fate_of(self, rank: int) -> str | None:
+        """What has become of a rank's process, as far as that can be seen here: see `blame.root`."""
+        return None
+
+    def _unheard(self, rank: int) -> tuple[str, float] | None:
+        """See `tcp.Network.unheard`."""
+        return None
+
+    def _when_waits_expire(self) -> str:
+        return f"after {self.config.timeout_seconds:g} s"
+
+    def raise_if_aborted(self) -> None:
+        """Raises what is known to have failed. Waits for nothing."""
+        backend = self.live_backend()
+        aborted = backend.aborted()
+        # A launch that is known to have finished is good, whatever others have met since.
+        if aborted is None or backend.finished():
+            return
+        raise self._failure(*aborted)
+
+    def _failure(self, outcome: str, rank: int) -> EPError:
+        """What is raised, by those who call this, because a rank gave up."""
+        self.live_backend().tell_others()  # who raises it may end this process
+        self._is_seen = True
+        cause = self._cause(outcome, rank)
+        incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
+        lines = summarize(incidents)
+        heard = self._monitor.heard if self._monitor is not None else None
+        if heard is not None and heard.incident and heard.incident not in lines:
+            lines.insert(0, heard.incident)  # of the rank that gave up first, which cannot be read from here
+        message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])
+        kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
+        kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
+        return kinds.get(outcome, EPAbortError)(message, incidents)
+
+
+def log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
+    topology = group.topology
+    set_up_log.info(
+        "%d ranks, %d nodes x %d; fabric: %s; %d channels%s, %.1f MiB of heap a rank; a wait ends after %g s",
+        topology.world_size,
+        topology.nodes,
+        topology.ranks_per_node,
+        fabric,
+        heap.channels,
+        "" if sms is None else f", {sms} SMs a rank",
+        heap.bytes / 2**20,
+        group.config.timeout_seconds,
+    )

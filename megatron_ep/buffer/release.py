@@ -1,0 +1,97 @@
+"""How the ranks of a buffer give its memory back together: nobody unmaps memory that it still writes to, and nobody
+frees memory that another rank still maps. No wait is without a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ep.buffer.interface import Backend
+from megatron_ep.errors import EPError
+from megatron_ep.fabrics import peer_memory
+from megatron_ep.meeting.place import bounded
+from megatron_ep.meeting.rendezvous import DECISION_S, StoreRendezvous
+
+MAPS_OTHERS, MAPS_NOBODY = "maps others", "maps nobody"
+
+
+def finish(rendezvous: StoreRendezvous, backend: Backend) -> EPError | None:
+    """Waits until no rank uses the memory of another one any more. Returns why that is not known of all.
+
+    Raises ValueError on all ranks alike where one still needs its memory, and EPError if this rank's own launches do
+    not end.
+    """
+    has_finished = False
+
+    def wait() -> tuple[None, str]:
+        nonlocal has_finished
+        need = backend.needs_memory()
+        if not need:
+            backend.drain()
+        has_finished = True
+        return None, need
+
+    try:
+        _, needs = rendezvous.exchange(wait)
+    except EPError as lost:
+        if not has_finished:
+            raise
+        return lost
+    for rank, need in enumerate(needs):
+        if need:
+            raise ValueError(f"rank {rank} cannot release the buffer: {need}")
+    return None
+
+
+def of_machine(
+    rendezvous: StoreRendezvous,
+    memories: Sequence[Sequence[Any]],
+    has_ended: Callable[[int], bool],
+    release_left: Callable[[], None],
+    *,
+    all_came: bool,
+) -> None:
+    """Releases memory that processes have mapped: lists by rank, with None for what is not mapped here.
+
+    Raises EPError that names the ranks that still map the memory of this one, which then stays for a later buffer.
+
+    has_ended: whether a rank's process has, so that it maps nothing any more.
+    release_left: gives back what closed buffers of these ranks have left.
+    all_came: whether all ranks have finished; if not, those that are late have little time.
+    """
+    for of_ranks in memories:
+        for rank, memory in enumerate(of_ranks):
+            if rank != rendezvous.rank and memory is not None:
+                memory.release()
+    own_word = MAPS_OTHERS if peer_memory.maps_others() else MAPS_NOBODY
+    seconds = rendezvous.timeout.total_seconds() if all_came else DECISION_S
+    words = rendezvous.leave(own_word, has_ended, seconds)
+    late = [rank for rank in range(rendezvous.world_size) if rank not in words and not has_ended(rank)]
+    if late:
+        raise EPError(
+            f"rank {', '.join(map(str, late))} did not give up the memory of rank {rendezvous.rank} within "
+            f"{seconds:g} s, so it stays allocated, for a later buffer"
+        )
+    for of_ranks in memories:
+        of_ranks[rendezvous.rank].release()
+    if set(words.values()) == {MAPS_NOBODY}:  # a rank that maps anything may map that
+        release_left()
+
+
+def of_network(rendezvous: StoreRendezvous, library: Any, memories: Sequence[Any]) -> None:
+    """Releases symmetric memory, on all ranks in the same order, including that of closed buffers. library:
+    the fabric's extension. Raises EPError on all ranks if that fails or takes too long."""
+    held = {memory.key: memory for memory in memories}
+    keys = rendezvous.gather(sorted({*held, *library.left()}), kind=list[bytes] | list[int])
+
+    def give_back() -> None:
+        for key in sorted(set.intersection(*map(set, keys))):
+            if key in held:
+                held[key].release()
+            else:
+                library.release_left(key)
+
+    seconds = rendezvous.timeout.total_seconds()
+    late = "the ranks did not finish the release of the network's memory"
+    rendezvous.agree(lambda: bounded(seconds, give_back, late), seconds)

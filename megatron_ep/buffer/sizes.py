@@ -1,0 +1,86 @@
+"""How large a buffer is on a rank: SMs, channels, rings, and the heap that holds them.
+
+A ring holds a power of two of rows. Where `Tuning` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
+bf16, the widest of the public models), or of `Config.row_bytes` if those are larger.
+"""
+
+from __future__ import annotations
+
+from megatron_ep import _C
+from megatron_ep.config import MAX_TOPK, Config, Topology
+from megatron_ep.fabrics.gpu import DEFAULT_SMS
+
+# SMs of the low-latency mode's lines between mapped ranks: at T = 128 on two H200 both ways take 77 us with 24 SMs, 43
+# with 64 and 38 with 128.
+LINES_SMS = 64
+# From so many nodes on the normal mode waits for the network card, and with fewer SMs takes hardly longer: at T = 4096
+# both ways 3 % at most, by the predictions that docs/tuning.md names.
+MANY_NODES, MANY_NODES_SMS = 8, 16
+WIDEST_ROW_BYTES = 14 << 10
+# Rows of an NVLink ring on a GPU: with two to four its writer and its reader work at the same time, and all rings stay
+# in the L2 cache.
+NVL_ROWS = 4
+# Rows of a network ring, which hide the network's latency: 32, or fewer where all network rings of a rank would take
+# more than RDMA_BYTES. With 16 channels, 8 rows of 14 KiB are 1.8 MB on their way to each node: 37 us at 50 GB/s (400
+# Gbit/s).
+MAX_RDMA_ROWS, MIN_RDMA_ROWS = 32, 8
+RDMA_BYTES = 192 << 20
+SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
+HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
+
+
+def default_sms(topology: Topology) -> int:
+    """SMs of a rank on a GPU for the normal mode, where the config leaves them open."""
+    return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
+
+
+def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> int:
+    """The channels of a buffer on a GPU.
+
+    sms: SMs of each rank.
+    local_ranks: ranks that share a GPU.
+    """
+    if config.tuning.channels is not None:
+        return config.tuning.channels
+    nodes, ranks_per_node = topology.nodes, topology.ranks_per_node
+    return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
+
+
+def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> _C.Heap:
+    """The heap of a rank on a GPU; see `gpu_channels`."""
+    channels = gpu_channels(topology, config, sms, local_ranks)
+    slot = slot_bytes(config)
+    rdma_rows = MAX_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
+    rings = 2 * channels * (topology.nodes - 1)  # one to stage and one to receive
+    while rdma_rows > MIN_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
+        rdma_rows //= 2
+    return _heap(topology, config, channels, NVL_ROWS * slot, rdma_rows * slot)
+
+
+def host_heap(topology: Topology, config: Config) -> _C.Heap:
+    """The heap of a rank on the host."""
+    least = NVL_ROWS * slot_bytes(config)
+    return _heap(
+        topology, config, config.tuning.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
+    )
+
+
+def slot_bytes(config: Config) -> int:
+    """Returns the bytes of a slot for the largest row and all that may travel with it: 16 KiB, or more if row_bytes is
+    larger."""
+    row = _C.RowFormat(
+        payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0
+    )
+    return max(WIDEST_ROW_BYTES + (2 << 10), row.slot_bytes)
+
+
+def _heap(topology: Topology, config: Config, channels: int, nvl_ring_bytes: int, rdma_ring_bytes: int) -> _C.Heap:
+    """ring bytes: where the config leaves them open."""
+    return _C.Heap(
+        nodes=topology.nodes,
+        ranks_per_node=topology.ranks_per_node,
+        num_experts=config.num_experts,
+        channels=channels,
+        nvl_ring_bytes=config.tuning.nvl_ring_bytes or nvl_ring_bytes,
+        rdma_ring_bytes=config.tuning.rdma_ring_bytes or rdma_ring_bytes,
+    )

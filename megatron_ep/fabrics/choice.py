@@ -1,0 +1,246 @@
+"""How the ranks of a buffer on GPUs reach each other, and what each way needs.
+
+p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
+are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
+up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
+as long as their processes live. ibgda: several machines, between which GPUs hand what they send to a network card of
+NVIDIA's by themselves (`verbs.py`). verbs and tcp: several machines, between which a thread of the host carries what
+the GPUs send (`proxied.py`), by a network card (`verbs.py`), or over TCP, which needs neither a library nor a card.
+The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one machine use p2p, and ranks on
+several the first of nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
+
+Ranks on the host share memory within a machine. Between machines they use the first of ibgda and verbs that all ranks
+can use, or else tcp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_ep.diagnosis import cuda_version
+from megatron_ep.errors import EPError
+from megatron_ep.fabrics import nvshmem_env, verbs
+
+VARIABLE = "MEGATRON_EP_FABRIC"
+NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
+NCCL_LIBRARY = "libnccl.so.2"
+IBGDA, VERBS, TCP = "ibgda", "verbs", "tcp"
+BY_CARD = (IBGDA, VERBS)
+OF_HOST = (*BY_CARD, TCP)  # that ranks on the host can use, too
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A fabric's name, and why it is this one."""
+
+    name: str
+    reason: str
+
+
+def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
+    """The fabric for ranks on these hosts, whose environments want these, one each.
+
+    Collective where a network may be needed: gather returns what every rank gave to it.
+    Raises on all ranks alike: ValueError for an unknown fabric, EPError when the one that is wanted does not fit or
+    ranks want different ones.
+    """
+    forced = _wanted_by_all(wanted)
+    machines = sorted(set(hosts))
+    reason = f"{VARIABLE} says so" if forced else f"{len(machines)} machines" if len(machines) > 1 else "one machine"
+    if len(machines) == 1 and forced in (None, "p2p"):
+        return Choice("p2p", reason)
+    if forced == "p2p":
+        raise EPError(
+            f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
+        )
+    return _first_of([*NETWORKS, *BY_CARD], forced, reason, gather, on_gpus=True)
+
+
+def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
+    """The fabric between so many machines for ranks on the host. What their environments want is for GPUs unless it is
+    ibgda, verbs or tcp. Collective, and raises, as `choose`."""
+    forced = _wanted_by_all(wanted)
+    forced = forced if forced in OF_HOST else None
+    reason = f"host backend on {machines} machines"
+    reason = f"{reason}, {VARIABLE} says so" if forced else reason
+    return _first_of(BY_CARD, forced, reason, gather, on_gpus=False)
+
+
+def _first_of(
+    names: Sequence[str], forced: str | None, reason: str, gather: Callable[[Any], list[Any]], *, on_gpus: bool
+) -> Choice:
+    """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
+    lacking: list[str] = []
+    for name in names if forced is None else () if forced == TCP else (forced,):
+        missing = gather(
+            what_lacks(name, on_gpus=on_gpus) if forced or nvshmem_env.has_cards() else nvshmem_env.NO_CARD
+        )
+        if not any(missing):
+            return Choice(name, "; ".join([reason, *lacking]))
+        lacking.append(_by_rank(missing))
+    if forced and lacking:
+        raise EPError("; ".join(lacking))
+    return Choice(TCP, "; ".join([reason, *dict.fromkeys(lacking)]))
+
+
+def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
+    values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
+    fabrics = ("p2p", *NETWORKS, *OF_HOST)
+    if any(name and name not in fabrics for name in wanted):
+        raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
+    if len(set(wanted)) > 1:
+        raise EPError(f"{values}, must be the same on all ranks")
+    return wanted[0]
+
+
+def what_lacks(name: str, *, on_gpus: bool) -> str:
+    """What keeps this rank from loading the fabric, if anything."""
+    try:
+        if name == IBGDA:
+            verbs.try_direct(torch.cuda.current_device() if on_gpus and torch.cuda.is_available() else None)
+        else:
+            verbs.usable() if name == VERBS else NETWORKS[name]()
+        return ""
+    except Exception as error:  # of whatever kind: the others wait to hear of it
+        return str(error) or type(error).__name__
+
+
+def _by_rank(answers: Sequence[str]) -> str:
+    """What ranks answered, if anything: each answer once, with its ranks unless it is everyone's."""
+    if len(set(answers)) == 1:
+        return answers[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(str(rank))
+    return ", ".join(f"{answer} on rank {' and '.join(those)}" for answer, those in ranks.items() if answer)
+
+
+def load_nvshmem() -> ModuleType:
+    """The extension for NVSHMEM with the library that it needs. Raises EPError that says what is missing."""
+    _check_built("nvshmem", f"the package {cuda_version.package('nvshmem')}")
+    library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
+    if library is None:
+        raise EPError(_not_found("nvshmem"))
+    module = _load("nvshmem", library)
+    built, found = module.BUILT_FOR, module.library_version()
+    if built[0] != found[0] or built > found:
+        raise EPError(
+            f"the nvshmem fabric was built for NVSHMEM {_dotted(built)}, of which it uses what is not public "
+            f"(nvshmemi_init_thread): it works with {built[0]}.x from {_dotted(built)} on, but {library} is "
+            f"{_dotted(found)}: build megatron_ep where it runs"
+        )
+    return module
+
+
+def load_nccl() -> ModuleType:
+    """The extension for NCCL's device API with the library that it was built for: the one that torch has loaded, or
+    that of the wheel. Raises EPError that says what is missing."""
+    _check_built("nccl", f"the package {cuda_version.package('nccl')} >= 2.28.7")
+    library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
+    if library is None:
+        raise EPError(_not_found("nccl"))
+    module = _load("nccl", library)
+    built, found = module.BUILT_FOR, module.library_version()
+    if built != found:  # its structures are not the same in every version
+        raise EPError(
+            f"the nccl fabric was built for NCCL {_version(built)}, but {library} is {_version(found)}: "
+            "build megatron_ep where it runs"
+        )
+    return module
+
+
+NETWORKS: dict[str, Callable[[], ModuleType]] = {"nvshmem": load_nvshmem, "nccl": load_nccl}
+
+
+def _check_built(name: str, package: str) -> None:
+    if importlib.util.find_spec(f"megatron_ep._{name}") is None:
+        raise EPError(
+            f"the {name} fabric was not built: it needs nvcc and {package} at build time "
+            "(pip install --no-build-isolation)"
+        )
+
+
+def _not_found(name: str) -> str:
+    return f"the {name} fabric needs the package {cuda_version.package(name)}, whose library was not found"
+
+
+def _load(name: str, library: Path) -> ModuleType:
+    try:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module(f"megatron_ep._{name}")
+    except (OSError, ImportError) as error:
+        raise EPError(f"the {name} fabric cannot be loaded with {library}: {error}") from error
+
+
+def _in_wheel(package: str, library: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    return next((path for folder in folders if (path := folder / "lib" / library).is_file()), None)
+
+
+def _loaded(library: str) -> Path | None:
+    """Where this process has it from already."""
+    with open("/proc/self/maps") as maps:  # which name the file itself: libnccl.so.2 may be a link to libnccl.so.2.28.9
+        paths = (Path("/" + line.rstrip().partition("/")[2]) for line in maps)
+        return next((path for path in paths if f"{path.name}.".startswith(f"{library}.")), None)
+
+
+def _version(code: int) -> str:
+    """NCCL's NCCL_VERSION_CODE, as NCCL writes it since 2.9."""
+    return _dotted((code // 10000, code // 100 % 100, code % 100))
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def report() -> dict[str, str]:
+    """What each fabric lacks here, for `megatron-ep env`."""
+    from megatron_ep import _C
+    from megatron_ep.fabrics import atomics, gpu
+
+    facts = {"p2p": "not built: there was no nvcc"}
+    if hasattr(_C, "CudaGroup"):
+        foreign = cuda_version.mismatch(_C.build_info()["cuda"])
+        facts["p2p"] = foreign or "; ".join(filter(None, ("built", atomics.report())))
+    for name, load in NETWORKS.items():
+        try:
+            load()
+            facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
+        except EPError as error:
+            facts[name] = str(error)
+    facts["nvshmem's ibgda"] = nvshmem_env.report()
+    facts[IBGDA] = verbs.report(direct=True)
+    facts[VERBS] = verbs.report()
+    facts["card of each rank"] = verbs.report_of_ranks(
+        [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    )
+    facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "built for the host: there was no nvcc"
+    networks = "nvshmem, nccl, ibgda, verbs or else tcp" if nvshmem_env.has_cards() else f"tcp ({nvshmem_env.NO_CARD})"
+    facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
+    facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
+    return facts
+
+
+def _report_of_host() -> str:
+    wanted = os.environ.get(VARIABLE)
+    if wanted in OF_HOST:
+        return wanted
+    missing = {
+        name: what_lacks(name, on_gpus=False) if nvshmem_env.has_cards() else nvshmem_env.NO_CARD for name in BY_CARD
+    }
+    lacking = "; ".join(dict.fromkeys(missing.values()))
+    return next((name for name, why in missing.items() if not why), f"{TCP} ({lacking})")

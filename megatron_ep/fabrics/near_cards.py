@@ -1,0 +1,83 @@
+"""Which network card is near which GPU, by the tree of PCI bridges that Linux shows in /sys: the fewer bridges lie
+between them, the nearer they are. Of cards that share no root of the tree with a GPU those of its NUMA node come first.
+Near a process are the cards of the NUMA node that it is bound to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from megatron_ep.fabrics import nvshmem_env
+
+DEVICES, NUMA_NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
+FAR = 1000  # bridges that no machine has one after the other
+
+
+def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
+    """Returns the cards ("mlx5_0") nearest to a GPU, in their order; all of them if nothing is known about the GPU.
+
+    gpu: its PCI address, "0000:1b:00.0".
+    """
+    own = _place(DEVICES / gpu) if gpu else None
+    if own is None:
+        return list(cards)
+    distances = [_distance(own, _place(nvshmem_env.CARDS / card / "device")) for card in cards]
+    return [card for card, distance in zip(cards, distances, strict=True) if distance == min(distances)]
+
+
+def of_process() -> list[str] | None:
+    """The cards of the NUMA node that this process is bound to; None: its CPUs are of several, or no node is known."""
+    cpus = os.sched_getaffinity(0)
+    for node in NUMA_NODES.glob("node*"):
+        if cpus <= _cpus(node):
+            number = node.name.removeprefix("node")
+            return sorted(card.name for card in nvshmem_env.CARDS.glob("*") if _numa_node(card / "device") == number)
+    return None
+
+
+def _cpus(node: Path) -> set[int]:
+    try:
+        return {cpu for numbers in _ranges((node / "cpulist").read_text()) for cpu in numbers}
+    except (OSError, ValueError):  # an odd /sys costs a preference, not the buffer
+        return set()
+
+
+def _ranges(text: str) -> Iterator[range]:
+    """Parses ranges such as "0-3,8"."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield range(int(first), int(last or first) + 1)
+
+
+def turn(place: int, near: Sequence[Sequence[str]]) -> int:
+    """Which of its nearest cards a rank takes: those whose GPUs are near the same ones take them in turn.
+
+    place: this rank's among those of its machine.
+    near: the nearest cards of each of these.
+    """
+    return near[:place].count(near[place]) % len(near[place])
+
+
+def _place(device: Path) -> Path | None:
+    """Its way from the root of the tree."""
+    return device.resolve() if device.exists() else None
+
+
+def _distance(one: Path, other: Path | None) -> int:
+    """Bridges and devices on the way from one to the other."""
+    if other is None:
+        return 3 * FAR
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(one.parts, other.parts, strict=False)))
+    if any(name.startswith("pci") for name, _ in shared):  # the root that both hang on
+        return len(one.parts) + len(other.parts) - 2 * len(shared)
+    return FAR if _numa_node(one) == _numa_node(other) else 2 * FAR
+
+
+def _numa_node(device: Path) -> str:
+    try:
+        return (device / "numa_node").read_text().strip()
+    except OSError:
+        return ""

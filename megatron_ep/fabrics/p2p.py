@@ -1,0 +1,68 @@
+"""GPUs that map each other's memory: those of one machine through CUDA IPC, or one GPU that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.config import Config
+from megatron_ep.fabrics import gpu
+from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection
+from megatron_ep.fabrics.peer_memory import peer_memories
+
+
+def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:
+    memories = peer_memories(rank.rendezvous, begin, rank.device, heap.bytes, rank.processes)
+    return rank.rendezvous.agree(lambda: over(memories, [rank.rank], heap, rank.device, rank.blocks, rank.config))
+
+
+def low_latency(rank: GpuRank, heap: _C.LowLatencyHeap, connection: Connection) -> LowLatencyConnection:
+    memories = peer_memories(rank.rendezvous, gpu.prepare_to_allocate, rank.device, heap.bytes, rank.processes)
+    return _low_latency(memories, heap, rank.blocks, connection)
+
+
+def of_one_process(ranks: Sequence[int], heap: _C.Heap, device: torch.device, sms: int, config: Config) -> Connection:
+    """All ranks in this process, on one GPU."""
+    return over(_own_memories(len(ranks), heap.bytes, device), ranks, heap, device, sms, config)
+
+
+def low_latency_of_one_process(
+    heap: _C.LowLatencyHeap, device: torch.device, blocks: int, connection: Connection
+) -> LowLatencyConnection:
+    return _low_latency(_own_memories(len(connection.memories), heap.bytes, device), heap, blocks, connection)
+
+
+def over(
+    memories: list[_C.DeviceMemory],
+    ranks: Sequence[int],
+    heap: _C.Heap,
+    device: torch.device,
+    sms: int,
+    config: Config,
+) -> Connection:
+    """Connects the ranks of this process with all whose memories are given."""
+    group = _C.CudaGroup(
+        heap=heap,
+        ranks=list(ranks),
+        memories=memories,
+        device=device.index,
+        num_sms=sms,
+        timeout=config.timeout_seconds,
+    )
+    return Connection(group, memories)
+
+
+def _own_memories(count: int, size: int, device: torch.device) -> list[_C.DeviceMemory]:
+    with torch.cuda.device(device):
+        gpu.prepare_to_allocate()
+        return [_C.DeviceMemory.create(device.index, size) for _ in range(count)]
+
+
+def _low_latency(
+    memories: list[Any], heap: _C.LowLatencyHeap, blocks: int, connection: Connection
+) -> LowLatencyConnection:
+    group = _C.CudaLowLatency(group=connection.group, heap=heap, memories=memories, blocks=blocks)
+    return LowLatencyConnection(group, memories)

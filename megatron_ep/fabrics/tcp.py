@@ -1,0 +1,558 @@
+"""The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
+among which channels are dealt, for networks that give a connection less than a machine. Where a network card does the
+work (`verbs.py`), each connection has one of its queue pairs beside it; where ranks post in a card's queues by
+themselves, one connection has all of the queue pairs to a rank beside it.
+
+Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
+stranger is 36 bytes, for five seconds, and not from many at a time. With MEGATRON_EP_SECRET ranks also prove to each
+other that they know it, and that nobody has changed what they told through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ep import _C
+from megatron_ep.errors import EPError
+from megatron_ep.fabrics import verbs
+from megatron_ep.meeting import codec
+from megatron_ep.meeting.addresses import VARIABLE, own_address
+from megatron_ep.meeting.rendezvous import LOOK_S, WARN_S, StoreRendezvous
+
+TOKEN_BYTES = 16
+HELLO = struct.Struct(f"!8sIII{TOKEN_BYTES}s")  # magic, version, rank, stripe, token
+MAGIC, VERSION = b"MEGATREP", 3
+STRIPES = "MEGATRON_EP_STRIPES"
+MAX_STRIPES = 4
+HELLO_S = 5.0  # that a stranger may take to say who it is
+MAX_STRANGERS = 64  # who have not said yet
+SECRET = "MEGATRON_EP_SECRET"
+MIN_SECRET = 16  # characters
+RETRY_S = 0.2
+TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
+SILENCE_S = 10.0  # after which a machine that answers nothing is lost
+QUIET_S = 2.0  # after which a failure's text says that nothing was heard
+LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
+
+log = logging.getLogger(__name__)
+
+
+Place = tuple[int, int]  # the other rank, and which of the connections to it
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a rank listens, how many connections it wants to each other rank, what each of them shall say there, and be
+    told in return, and what there is to know of a card's queue pairs beside each, if there are any: by rank, and stripe
+    after stripe of a rank."""
+
+    host: str
+    port: int
+    stripes: int
+    tokens: list[bytes]
+    answers: list[bytes]
+    pairs: list[bytes]
+    cards: list[str]  # names of their ports
+    settings: dict[str, int]  # environment variables that must be equal on all ranks
+    proof: bytes = b""  # that a rank has told this which knows the secret
+
+    @classmethod
+    def by(
+        cls,
+        listener: socket.socket,
+        world_size: int,
+        stripes: int = 1,
+        pairs: Mapping[Place, bytes] | None = None,
+        cards: Sequence[str] = (),
+    ) -> Listening:
+        """Describes a listening socket, with new tokens for all ranks."""
+        host, port = listener.getsockname()[:2]
+        tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
+        places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]
+        addresses = [pairs.get(place, b"") for place in places] if pairs else []
+        settings = {STRIPES: stripes, **(verbs.settings() if cards else {})}
+        return cls(host, port, stripes, tokens, answers, addresses, list(cards), settings)
+
+    def proved(self, rank: int) -> Listening:
+        """With the proof that this rank tells it. Raises ValueError as `proof` does."""
+        bare = replace(self, proof=b"")
+        if not os.environ.get(SECRET):
+            return bare
+        return replace(bare, proof=proof(b"listening", b"%d" % rank, codec.encode(bare)))
+
+    def token(self, place: Place) -> bytes:
+        return self.tokens[place[0] * self.stripes + place[1]]
+
+    def answer(self, place: Place) -> bytes:
+        return self.answers[place[0] * self.stripes + place[1]]
+
+    def pair(self, place: Place) -> bytes:
+        return self.pairs[place[0] * self.stripes + place[1]]
+
+
+def stripes_wanted() -> int:
+    """Connections to each rank, by the environment. Raises ValueError for a number that is none of these."""
+    text = os.environ.get(STRIPES) or "1"
+    if text not in map(str, range(1, MAX_STRIPES + 1)):
+        raise ValueError(f"environment variable {STRIPES} is {text!r}, must be a whole number in [1, {MAX_STRIPES}]")
+    return int(text)
+
+
+class Network:
+    """The connections of one rank.
+
+    rank: this one.
+    machines: of each rank, by which those of this machine are told from the others.
+    nic: what carries its bytes.
+    cards: those that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
+        beside them the rest. With those that are direct there is one connection to a rank.
+    places: the machine of each rank where `machines` are parts of them; None: the same.
+    address: on which this rank listens; None: `own_address`.
+    stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        machines: Sequence[str],
+        nic: _C.SoftwareNic,
+        address: str | None = None,
+        stripes: int | None = None,
+        cards: Sequence[_C.Card] = (),
+        places: Sequence[str] | None = None,
+    ):
+        self._cards = list(cards)
+        self._places = list(places or machines)
+        self._rank = rank
+        self._stripes = stripes
+        self._address = address
+        self._machines = list(machines)
+        self._others = [other for other, machine in enumerate(machines) if machine != machines[rank]]
+        self.nic = nic
+        self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
+        self._descriptors: dict[Place, int] = {}  # while it runs
+        _networks.add(self)
+
+    def connect(self, rendezvous: StoreRendezvous) -> None:
+        """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
+        others = self._others
+        with contextlib.ExitStack() as stack:
+
+            def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
+                listener = stack.enter_context(listen(self._address))
+                stripes = self._stripes or stripes_wanted()
+                names = [card.port_name for card in self._cards]
+                if self._is_direct:
+                    invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
+                    own = Listening.by(listener, len(self._machines), 1, invitations, names)
+                    return (listener, {}), own.proved(self._rank)
+                places = [(rank, stripe) for rank in others for stripe in range(stripes)]
+                pairs = {place: card.queue_pair() for card in self._cards for place in places}
+                addresses = {place: pair.address() for place, pair in pairs.items()}
+                own = Listening.by(listener, len(self._machines), stripes, addresses, names)
+                return (listener, pairs), own.proved(self._rank)
+
+            (listener, pairs), told = rendezvous.exchange(tell)
+            check_proofs([one.proof for one in told], [one.proved(rank).proof for rank, one in enumerate(told)])
+            if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in told])):
+                log.warning("ranks that send to each other take different network cards: %s", warning)
+            check_alike([one.settings for one in told])
+            limit = rendezvous.timeout.total_seconds()
+
+            def join() -> dict[Place, socket.socket]:
+                made = _connect_all(self._rank, others, told, listener, self._machines, limit, rendezvous.look)
+                connections = {place: stack.enter_context(connection) for place, connection in made.items()}
+                for (rank, stripe), pair in pairs.items():
+                    pair.connect(told[rank].pair((self._rank, stripe)))
+                for rank in others if self._is_direct else ():
+                    self.nic.join(rank, told[rank].pair((self._rank, 0)))
+                return connections
+
+            connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
+            self._descriptors = {place: connection.fileno() for place, connection in connections.items()}
+            sockets: list[list[int]] = [[] for _ in told]
+            beside: list[list[_C.QueuePair]] = [[] for _ in told]
+            for rank, stripe in sorted(connections):
+                sockets[rank].append(connections[rank, stripe].detach())
+                beside[rank] += [pairs[rank, stripe]] if pairs else []
+            self.nic.start(sockets, beside, SILENCE_S)
+        rendezvous.barrier()  # nobody's connection ends before all have begun
+
+    def connect_part(self, rendezvous: StoreRendezvous) -> None:
+        """After a part of the buffer was opened here while it runs: nobody sends to it before all have. Collective."""
+        if not self._is_direct:
+            rendezvous.barrier()
+            return
+
+        world = range(len(self._machines))
+
+        def invite() -> tuple[None, list[bytes]]:
+            invitations = [self.nic.invite(rank) if rank in self._others else b"" for rank in world]
+            return None, [*invitations, proof(b"part", b"%d" % self._rank, *invitations)]
+
+        _, told = rendezvous.exchange(invite, kind=list[bytes])
+        expected = [proof(b"part", b"%d" % rank, *one[:-1]) for rank, one in enumerate(told)]
+        check_proofs([one[-1] if len(one) > len(world) else b"" for one in told], expected)
+
+        def join() -> None:
+            for rank in self._others:
+                self.nic.join(rank, told[rank][self._rank])
+
+        rendezvous.agree(join)
+
+    @property
+    def _is_direct(self) -> bool:
+        return any(card.is_direct for card in self._cards)
+
+    def cards(self) -> list[str]:
+        """What to say of the cards, if there are any."""
+        names = " and ".join(card.port_name for card in self._cards)
+        return [f"rank {self._rank} has {names}"] if names else []
+
+    def segments_sent(self) -> dict[int, tuple[int, int]]:
+        """How many packets this machine has sent to each rank, and how many of them again."""
+        found: dict[int, tuple[int, int]] = {}
+        for (rank, _), descriptor in self._descriptors.items():
+            sent, again = _segments_sent(descriptor)
+            before = found.get(rank, (0, 0))
+            found[rank] = before[0] + sent, before[1] + again
+        return found
+
+    def unheard(self, rank: int) -> tuple[str, float] | None:
+        """The machine of a rank, and for how many seconds it has answered nothing; None: it answers."""
+        _, machine = self.nic.silence(rank)
+        return (self._machines[rank], machine) if machine > QUIET_S else None
+
+    def fate_of(self, rank: int) -> str | None:
+        """What can be seen of the process of a rank of another machine; None: nothing that is known."""
+        process, machine = self.nic.silence(rank)
+        if process < QUIET_S or machine > QUIET_S:
+            return None
+        return f"has said nothing for {process:.0f} s, though its machine answers"
+
+    def disconnect(self) -> None:
+        """At once: what was sent may be lost."""
+        self._descriptors.clear()
+        self.nic.stop(0.0)
+
+    def close(self) -> None:
+        """Once what was sent has left, within a bound."""
+        self._descriptors.clear()
+        self._leave()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which would keep the connections open when its parent has ended."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+_networks: weakref.WeakSet[Network] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for network in list(_networks):
+        network.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def check_alike(settings: Sequence[Mapping[str, int]]) -> None:
+    """Raises ValueError where environment variables of the network differ between ranks."""
+    for rank, own in enumerate(settings):
+        for name, first in settings[0].items():
+            if own.get(name) != first:
+                raise ValueError(
+                    f"environment variable {name} is {first} on rank 0 and {own.get(name)} on rank {rank}, "
+                    "must be equal"
+                )
+
+
+def proof(*parts: bytes) -> bytes:
+    """Of these by the secret of all ranks; empty without one. Raises ValueError for a secret that is too short."""
+    secret = os.environ.get(SECRET) or ""
+    if not secret:
+        return b""
+    if len(secret) < MIN_SECRET:
+        raise ValueError(f"environment variable {SECRET} has {len(secret)} characters, must have at least {MIN_SECRET}")
+    return hmac.digest(secret.encode(), b"".join(struct.pack("!I", len(part)) + part for part in parts), "sha256")
+
+
+def check_proofs(proofs: Sequence[bytes], expected: Sequence[bytes]) -> None:
+    """Raises ValueError where a rank knows another secret, or none, or somebody has changed what it told."""
+    for rank, (given, wanted) in enumerate(zip(proofs, expected, strict=True)):
+        if not hmac.compare_digest(given, wanted):
+            raise ValueError(
+                f"environment variable {SECRET} must be the same on all ranks, or unset: on rank {rank} it is another, "
+                f"or what rank {rank} told through the store of torch.distributed was changed"
+            )
+
+
+def _segments_sent(descriptor: int) -> tuple[int, int]:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    again, sent = (struct.unpack_from("=I", facts, at)[0] for at in (TOTAL_RETRANS, SEGS_OUT))
+    return sent, again
+
+
+def listen(address: str | None = None) -> socket.socket:
+    """On a port that the system chooses. address: None: `own_address`. Raises ValueError for an address that is none of
+    this machine, and says where it comes from."""
+    if address:
+        origin = "address"
+    elif os.environ.get(VARIABLE):
+        origin = f"environment variable {VARIABLE}"
+    else:
+        store = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        origin = f"the address from which this machine reaches {store} (unless {VARIABLE} names another)"
+    address = address or own_address()
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        parsed = None  # bind says what it thinks of it
+    is_mapped = isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped
+    if parsed and (parsed.is_unspecified or parsed.is_multicast or is_mapped or "%" in address):
+        raise ValueError(f"{origin} is {address!r}, must be an address of this machine that means it on others, too")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(MAX_STRANGERS)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"{origin} is {address!r}, must be an address of this machine: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class _Joining:
+    """The connections of a rank while they come to be: it calls the lower ranks, and the higher ones call it."""
+
+    def __init__(self, rank: int, told: Sequence[Listening]):
+        self.rank, self.told = rank, told
+        self.made: dict[Place, socket.socket] = {}
+        self.selector = selectors.DefaultSelector()
+        self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
+        self.calls: dict[Place, tuple[socket.socket, bytes]] = {}  # and the answer so far
+        self.retry_at: dict[Place, float] = {}
+        self.why: dict[int, str] = {}
+
+    def call(self, place: Place) -> None:
+        there = self.told[place[0]]
+        connection = socket.socket(socket.AF_INET6 if ":" in there.host else socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        error = connection.connect_ex((there.host, there.port))
+        self.calls[place] = (connection, b"")
+        self.selector.register(connection, selectors.EVENT_WRITE, place)
+        if error not in (0, errno.EINPROGRESS):
+            self.call_failed(place, os.strerror(error))
+
+    def call_failed(self, place: Place, why: str) -> None:
+        connection, _ = self.calls.pop(place)
+        self.selector.unregister(connection)
+        connection.close()
+        self.why[place[0]] = why
+        self.retry_at[place] = time.monotonic() + RETRY_S
+
+    def word(self, connection: socket.socket, name: bytes, token: bytes, is_caller: bool) -> bytes:
+        """What shows on a connection that the token is known: the token itself or, with a secret, a proof of it between
+        these two addresses alone."""
+        ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
+        caller, called = ends if is_caller else reversed(ends)
+        return proof(name, token, repr((caller, called)).encode())[:TOKEN_BYTES] or token
+
+    def say_hello(self, place: Place) -> None:
+        other, stripe = place
+        connection, _ = self.calls[place]
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return self.call_failed(place, os.strerror(error))
+        try:
+            token = self.word(connection, b"hello", self.told[other].token((self.rank, stripe)), True)
+            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, stripe, token))
+        except OSError as failure:
+            return self.call_failed(place, str(failure))
+        self.selector.modify(connection, selectors.EVENT_READ, place)
+
+    def hear_answer(self, place: Place) -> None:
+        other, stripe = place
+        connection, heard = self.calls[place]
+        try:
+            part = connection.recv(TOKEN_BYTES - len(heard))
+        except OSError as failure:
+            return self.call_failed(place, str(failure))
+        if not part:
+            return self.call_failed(place, "it closed the connection")
+        heard += part
+        self.calls[place] = (connection, heard)
+        if len(heard) == TOKEN_BYTES:
+            answer = self.word(connection, b"answer", self.told[other].answer((self.rank, stripe)), True)
+            if not hmac.compare_digest(heard, answer):
+                return self.call_failed(place, "somebody else answered")
+            self.selector.unregister(connection)
+            del self.calls[place]
+            self.made[place] = connection
+
+    def welcome(self, listener: socket.socket) -> None:
+        try:
+            stranger, _ = listener.accept()
+        except OSError:
+            return
+        if len(self.strangers) >= MAX_STRANGERS:
+            self.turn_away(next(iter(self.strangers)))  # who came first
+        stranger.setblocking(False)
+        self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
+        self.selector.register(stranger, selectors.EVENT_READ)
+
+    def listen_to(self, stranger: socket.socket, expected: set[Place]) -> None:
+        until, heard = self.strangers[stranger]
+        try:
+            part = stranger.recv(HELLO.size - len(heard))
+        except OSError:
+            part = b""
+        heard += part
+        if not part:
+            return self.turn_away(stranger)
+        self.strangers[stranger] = (until, heard)
+        if len(heard) < HELLO.size:
+            return
+        magic, version, rank, stripe, token = HELLO.unpack(heard)
+        own, place = self.told[self.rank], (rank, stripe)
+        is_known = magic == MAGIC and version == VERSION and place in expected and place not in self.made
+        try:
+            if not is_known or not hmac.compare_digest(token, self.word(stranger, b"hello", own.token(place), False)):
+                return self.turn_away(stranger)
+            stranger.send(self.word(stranger, b"answer", own.answer(place), False))
+        except OSError:
+            return self.turn_away(stranger)
+        self.selector.unregister(stranger)
+        del self.strangers[stranger]
+        self.made[place] = stranger
+
+    def turn_away(self, stranger: socket.socket) -> None:
+        self.selector.unregister(stranger)
+        del self.strangers[stranger]
+        stranger.close()
+
+    def close(self) -> None:
+        self.selector.close()
+        for connection in [*self.strangers, *(connection for connection, _ in self.calls.values())]:
+            connection.close()
+
+
+def _connect_all(
+    rank: int,
+    others: Sequence[int],
+    told: Sequence[Listening],
+    listener: socket.socket,
+    machines: Sequence[str],
+    limit: float,
+    look: Callable[[], None] = lambda: None,
+) -> dict[Place, socket.socket]:
+    """The connections to each of the others. Raises EPError that names those who could not be reached in time, and what
+    `look` raises, which is called about once a second."""
+    warn_at = time.monotonic() + WARN_S
+
+    def look_and_warn(made: Mapping[Place, socket.socket], why: Mapping[int, str]) -> None:
+        nonlocal warn_at
+        if time.monotonic() > warn_at:
+            warn_at += limit
+            log.warning("%s; it tries for %g s", _unreached(rank, missing(made), told, machines, why, WARN_S), limit)
+        look()
+
+    def missing(made: Mapping[Place, socket.socket]) -> list[int]:
+        return [other for other in others if any((other, s) not in made for s in range(told[rank].stripes))]
+
+    made, why = join(rank, others, told, listener, limit, look_and_warn)
+    if absent := missing(made):
+        for connection in made.values():
+            connection.close()
+        raise EPError(_unreached(rank, absent, told, machines, why, limit))
+    return made
+
+
+def join(
+    rank: int,
+    others: Sequence[int],
+    told: Sequence[Listening],
+    listener: socket.socket,
+    limit: float,
+    look: Callable[[Mapping[Place, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
+) -> tuple[dict[Place, socket.socket], dict[int, str]]:
+    """The connections that come to be in `limit` seconds, and why those did not that this rank has called. look: is
+    given both about once a second, and ends it by raising."""
+    joining = _Joining(rank, told)
+    places = [(other, stripe) for other in others for stripe in range(told[rank].stripes)]
+    callers = {place for place in places if place[0] > rank}
+    joining.selector.register(listener, selectors.EVENT_READ)
+    for place in places:
+        if place[0] < rank:
+            joining.call(place)
+    deadline = time.monotonic() + limit
+    look_at = time.monotonic() + LOOK_S
+    try:
+        while len(joining.made) < len(places) and (now := time.monotonic()) < deadline:
+            if now > look_at:
+                look(joining.made, joining.why)
+                look_at = now + LOOK_S
+            for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
+                if key.fileobj is listener:
+                    joining.welcome(listener)
+                elif key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    joining.listen_to(key.fileobj, callers)
+                elif events & selectors.EVENT_WRITE:
+                    joining.say_hello(key.data)
+                else:
+                    joining.hear_answer(key.data)
+            now = time.monotonic()
+            for stranger in [stranger for stranger, (until, _) in joining.strangers.items() if now > until]:
+                joining.turn_away(stranger)
+            for place in [place for place, at in joining.retry_at.items() if now > at]:
+                del joining.retry_at[place]
+                joining.call(place)
+    except BaseException:
+        for connection in joining.made.values():
+            connection.close()
+        raise
+    finally:
+        joining.close()
+    return joining.made, joining.why
+
+
+def _unreached(
+    rank: int,
+    missing: Sequence[int],
+    told: Sequence[Listening],
+    machines: Sequence[str],
+    why: Mapping[int, str],
+    limit: float,
+) -> str:
+    other = missing[0]
+    there = told[other]
+    place = f"rank {other} ({machines[other]}, {there.host} port {there.port})"
+    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+    if other < rank:
+        text = (
+            f"rank {rank} did not reach {place} within {limit:g} s: {why.get(other, 'no answer (a firewall?)')}{more}"
+        )
+    else:
+        text = f"{place} did not reach rank {rank} within {limit:g} s{more}"
+    return (
+        f"{text}; if that is the wrong network, {VARIABLE} says on which address a rank listens, and megatron-ep check "
+        "--network finds the right one"
+    )

@@ -1,0 +1,216 @@
+"""Network cards that write to other machines' memory by themselves: InfiniBand and RoCE, through libibverbs (fabric
+"verbs"). The rank's thread for the network tells a card what to write; what ranks tell of themselves goes over TCP
+beside it (`tcp.py`), by which they also notice that one has gone.
+
+Of NVIDIA's cards (driver mlx5) ranks can write what is to be done into the card's own queues, and ring its bell, GPUs
+too: fabric "ibgda", which takes libmlx5 besides.
+
+A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
+so that ranks of the same place on different machines have cards of the same place. Nearest to a rank on the host are
+the cards of the NUMA node that it is bound to, if that is so on all machines alike. Otherwise, and where
+MEGATRON_EP_CARDS names cards, none is nearer than another. With the ibgda fabric a rank takes several, where there are
+more near it than ranks that share them: its channels are dealt among them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megatron_ep import _C
+from megatron_ep.errors import EPError
+from megatron_ep.fabrics import near_cards, nvshmem_env
+
+LIBRARY = "libibverbs.so.1"
+MLX5_LIBRARY = "libmlx5.so.1"
+VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
+# What each of them sets of a connection, the same on all ranks: the argument of `_C.Card`, the least and the most that
+# it may be, and what it is where it is not set.
+SETTINGS = {
+    "MEGATRON_EP_IB_TC": ("traffic_class", 0, 255, 0),
+    "MEGATRON_EP_IB_SL": ("service_level", 0, 15, 0),
+    "MEGATRON_EP_IB_PKEY_INDEX": ("pkey_index", 0, 65535, 0),
+    "MEGATRON_EP_IB_TIMEOUT": ("ack_timeout", 1, 31, 17),
+    "MEGATRON_EP_IB_RETRIES": ("retries", 1, 7, 7),
+}
+
+
+def ports(direct: bool = False) -> list[_C.CardPort]:
+    """All of this machine. direct: in whose queues ranks are to post by themselves. Raises EPError where the libraries
+    cannot be used."""
+    try:
+        return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
+    except RuntimeError as error:
+        if direct:
+            raise EPError(f"the ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
+        raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
+
+
+def settings() -> dict[str, int]:
+    """The value of each of `SETTINGS`. Raises ValueError for one that is out of range."""
+    found = {}
+    for name, (_, least, most, default) in SETTINGS.items():
+        text = os.environ.get(name) or str(default)
+        if not text.isdecimal() or not text.isascii() or not least <= int(text) <= most:
+            raise ValueError(f"environment variable {name} is {text!r}, must be a whole number in [{least}, {most}]")
+        found[name] = int(text)
+    return found
+
+
+def usable(direct: bool = False) -> list[_C.CardPort]:
+    """Ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown name; EPError,
+    with each port's fault, if none is left.
+
+    direct: see `ports`.
+    """
+    found, wanted = ports(direct), os.environ.get(VARIABLE) or ""
+    names = [name.strip() for name in wanted.split(",")] if wanted else []
+    for name in names:
+        if not any(_is_named(port, name) for port in found):
+            there = ", ".join(dict.fromkeys(port.device for port in found)) or "none"
+            raise ValueError(f"environment variable {VARIABLE} names {name!r}, must be cards of this machine: {there}")
+    chosen = [port for port in found if not names or any(_is_named(port, name) for name in names)]
+    usable = [port for port in chosen if not port.lacks]
+    if not usable:
+        lacking = [f"{_name(port)}: {port.lacks}" for port in chosen]
+        raise EPError("; ".join(lacking) or "libibverbs finds no network card")
+    return usable
+
+
+def cards_for(
+    fabric: str,
+    rank: int,
+    machines: Sequence[str],
+    *,
+    gpus: Sequence[str | None] | None = None,
+    near: Sequence[list[str] | None] | None = None,
+) -> list[_C.Card]:
+    """Opens the ports that a rank takes over this fabric: by verbs one, by ibgda one or several. Raises as `usable`
+    does, and EPError where it fails.
+
+    machines: of each rank.
+    gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
+    near: of each rank on the host, the cards of the NUMA node that it is bound to, if to one.
+    """
+    if fabric == "ibgda":
+        return [_open(port, direct=True) for port in _ports_of(rank, machines, usable(direct=True), gpus, near)]
+    return [_open(_ports_of(rank, machines, usable(), gpus, near)[0])] if fabric == "verbs" else []
+
+
+def _ports_of(
+    rank: int,
+    machines: Sequence[str],
+    found: Sequence[_C.CardPort],
+    gpus: Sequence[str | None] | None,
+    near: Sequence[list[str] | None] | None,
+) -> list[_C.CardPort]:
+    """All that a rank can take: first the one that it takes if it takes one."""
+    there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    devices = [port.device for port in found]
+    nearest = [devices for _ in there]
+    if os.environ.get(VARIABLE):
+        pass  # they have been chosen
+    elif gpus is not None:
+        nearest = [near_cards.nearest(gpus[other], devices) for other in there]
+    elif near is not None and _are_alike(machines, near):
+        nearest = [[device for device in devices if device in (near[other] or ())] or devices for other in there]
+    place = there.index(rank)
+    own = [port for port in found if port.device in nearest[place]]
+    return own[near_cards.turn(place, nearest) :: nearest.count(nearest[place])]
+
+
+def _are_alike(machines: Sequence[str], near: Sequence[list[str] | None]) -> bool:
+    """Whether every rank is bound to a NUMA node, and ranks of one place on their machines have cards of the same names
+    there: then cards of the same names meet."""
+    by_machine: dict[str, list[list[str] | None]] = {}
+    for machine, cards in zip(machines, near, strict=True):
+        by_machine.setdefault(machine, []).append(cards)
+    return None not in near and all(cards == by_machine[machines[0]] for cards in by_machine.values())
+
+
+def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -> str:
+    """What to warn of where ranks of one place on their machines, between which rows go, take ports of other names: the
+    networks of these may be apart, or one slower. Empty where they do not.
+
+    cards: of each rank, the names of its ports.
+    """
+    first: dict[int, int] = {}
+    for rank, machine in enumerate(machines):
+        other = first.setdefault(list(machines[:rank]).count(machine), rank)
+        if list(cards[rank]) != list(cards[other]):
+            both = (f"rank {one} has {' and '.join(cards[one])}" for one in (other, rank))
+            return f"{', '.join(both)}: if a port is down, or named otherwise there, {VARIABLE} says which to take"
+    return ""
+
+
+def try_direct(gpu: int | None) -> None:
+    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `cards_for` where it
+    cannot."""
+    card = _open(usable(direct=True)[0], direct=True)
+    try:
+        card.try_queue() if gpu is None else _C.try_card(card, gpu)
+    except RuntimeError as error:
+        raise EPError(f"the ibgda fabric: {error}") from None
+
+
+def card_at(place: int, direct: bool = False) -> _C.Card:
+    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `cards_for`.
+
+    direct: see `ports`.
+    """
+    found = usable(direct)
+    return _open(found[place % len(found)], direct)
+
+
+def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
+    service = {SETTINGS[name][0]: value for name, value in settings().items()}
+    try:
+        return _C.Card(library=LIBRARY, port=port, mlx5=MLX5_LIBRARY if direct else None, **service)
+    except RuntimeError as error:
+        raise EPError(str(error)) from None
+
+
+def report(direct: bool = False) -> str:
+    """For `megatron-ep env`. direct: see `ports`."""
+    if not nvshmem_env.has_cards():
+        return nvshmem_env.NO_CARD
+    try:
+        found = ports(direct)
+    except EPError as error:
+        return str(error)
+    return "; ".join(f"{_name(port)}: {port.lacks or f'up, {port.address}'}" for port in found) or "no network card"
+
+
+def report_of_ranks(gpus: Sequence[str | None]) -> str:
+    """For `megatron-ep env`: which port each rank of this machine takes. gpus: their PCI addresses, a rank each; none:
+    the ranks are on the host."""
+    try:
+        found = usable() if nvshmem_env.has_cards() else []
+    except (EPError, ValueError) as error:
+        return str(error)
+    if not found:
+        return nvshmem_env.NO_CARD
+    if not gpus:
+        cards = near_cards.of_process() or ()
+        near = [setting(port) for port in found if port.device in cards]
+        bound = f"; bound to a NUMA node as this process is, {', '.join(near)}" if 0 < len(near) < len(found) else ""
+        return f"on the host in turn {', '.join(map(setting, found))}{bound}"
+    taken = [_ports_of(rank, [""] * len(gpus), found, gpus, None) for rank in range(len(gpus))]
+    several = [
+        f"{setting(first)} (ibgda: {' '.join(map(setting, more))} too)" if more else setting(first)
+        for first, *more in taken
+    ]
+    return ", ".join(f"GPU {gpu} {ports}" for gpu, ports in enumerate(several))
+
+
+def setting(port: _C.CardPort) -> str:
+    """What names this port alone in the variable."""
+    return f"{port.device}:{port.number}"
+
+
+def _name(port: _C.CardPort) -> str:
+    return f"{port.device} port {port.number} ({'RoCE' if port.is_ethernet else 'InfiniBand'})"
+
+
+def _is_named(port: _C.CardPort, name: str) -> bool:
+    return name in (port.device, f"{port.device}:{port.number}")

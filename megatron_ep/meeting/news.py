@@ -1,0 +1,132 @@
+"""How ranks that share no memory hear why one of them has given up: the first reason is written to the store that they
+met in, once, and everybody looks there.
+
+A thread of its own talks to the store, over a connection of its own: a store that does not answer holds up nobody, and
+is no failure. What it holds is read as a number and three texts, which are shown and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_ep.meeting import codec
+
+INTERVAL_S = 0.25
+MAX_READERS = 4000  # a second, of one store: more ranks look less often
+ANSWER_S = 1.0  # that a rank with an error waits to learn whether another rank's was first
+END_S = 1.0  # that the thread is waited for when it is stopped
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up first.
+
+    rank, outcome: see `Backend.aborted`.
+    cause: the first line of an error.
+    incident: what one of its roles waited for, see `errors.describe`; "" if that is not known.
+    """
+
+    rank: int
+    outcome: str
+    cause: str
+    incident: str
+
+
+class News:
+    """Failure messages of one buffer's ranks, between two resets. Methods do not wait for the store unless they say
+    so."""
+
+    def __init__(self, store: dist.Store, world_size: int):
+        self._store = store
+        self._interval = max(INTERVAL_S, world_size / MAX_READERS)
+        self._lock = threading.Lock()  # for what follows
+        self._page = 0
+        self._own: Failure | None = None
+        self._first: Failure | None = None
+        self._is_known = threading.Event()
+        self._is_awaited = True  # until the store has not answered
+        self._is_over = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron_ep news", daemon=True)
+        self._thread.start()
+
+    @property
+    def first(self) -> Failure | None:
+        """The first failure since the last reset, if there was one and its news has come."""
+        return self._first
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this rank has published, or need not any more."""
+        return self._own is not None or self._first is not None
+
+    def publish(self, failure: Failure) -> None:
+        """Unless one is known already."""
+        with self._lock:
+            if self.has_own:
+                return
+            self._own = failure
+        self._wake.set()
+
+    def agree(self, failure: Failure) -> Failure:
+        """The first one, if the store tells in time, else this one."""
+        self.publish(failure)
+        if self._is_awaited and not self._is_known.wait(ANSWER_S):
+            self._is_awaited = False
+        return self._first or failure
+
+    def turn_page(self) -> None:
+        """With a reset, on all ranks alike: what failed before is over."""
+        with self._lock:
+            self._page += 1
+            self._own = self._first = None
+            self._is_known.clear()
+
+    def stop(self) -> None:
+        """From any thread."""
+        self._is_over = True
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            if self._is_over:
+                return
+            try:
+                self._look()
+            except ValueError as error:
+                log.warning(
+                    "the store of torch.distributed holds a report of a failure that no rank has written: %s", error
+                )
+                return
+            except Exception as error:
+                log.debug("no more news of other ranks: %s", error)
+                return
+
+    def _look(self) -> None:
+        with self._lock:
+            page, own, first = self._page, self._own, self._first
+        key = f"news/{page}"
+        if first is not None:
+            return
+        if own is not None:
+            data = self._store.compare_set(key, "", codec.encode(own).decode())
+        elif self._store.check([key]):
+            data = self._store.get(key)
+        else:
+            return
+        told = codec.decode(data, Failure)
+        shown = Failure(told.rank, *(codec.readable(text) for text in (told.outcome, told.cause, told.incident)))
+        with self._lock:
+            if page == self._page:
+                self._first = shown
+                self._is_known.set()

@@ -1,0 +1,61 @@
+"""Whether rows of the low-latency mode are lines between GPUs, of which here are none."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.buffer import low_latency
+from megatron_ep.fabrics import gpu
+from megatron_ep.fabrics.connection import LowLatencyConnection
+from megatron_ep.low_latency.rows import row_format
+
+
+class Launches:
+    warps = 16
+
+
+class Group(SimpleNamespace):
+    """One rank of two, each with a process and a GPU."""
+
+    ranks = (0,)
+    topology = ep.Topology(1, 2)
+    device = torch.device("cpu")
+    config = ep.Config(num_experts=4, timeout=10)
+
+    def live_backend(self):
+        return SimpleNamespace(group=Launches())
+
+    def keeps_lines(self):
+        self.times_asked += 1
+        return self.nvlink
+
+    def low_latency_connection(self, heap, blocks):
+        return LowLatencyConnection(Launches(), [heap.bytes, heap.bytes])
+
+
+def connected(group, mask_timeout):
+    with (
+        mock.patch.object(_C, "CudaGroup", Launches, create=True),
+        mock.patch.object(gpu, "num_sms", lambda *_: 1),
+    ):
+        heap, _, _ = low_latency.connect(group, 8, row_format(2, 512, torch.bfloat16, None), mask_timeout)
+    return heap
+
+
+def test_lines_take_links_that_all_ranks_know():
+    asked = Group(nvlink=True, times_asked=0)
+    by_lines = connected(asked, None)
+    by_flags = connected(Group(nvlink=False, times_asked=0), None)
+    assert asked.times_asked == 1 and by_lines.bytes != by_flags.bytes
+
+
+@pytest.mark.parametrize("nvlink", [False, True])
+def test_a_rank_that_comes_back_asks_nobody(nvlink):
+    """The others take part in what maps its memory, and in nothing else."""
+    group = Group(nvlink=nvlink, times_asked=0)
+    connected(group, 1.0)
+    assert group.times_asked == 0

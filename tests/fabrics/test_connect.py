@@ -1,0 +1,692 @@
+"""How ranks on GPUs set up a connection together, with stand-ins for CUDA, NVSHMEM and NCCL. Needs no GPU."""
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.buffer import connect, cuda
+from megatron_ep.fabrics import atomics, choice, gpu, nvshmem, nvshmem_env, peer_memory
+from megatron_ep.fabrics.connection import Connection, GpuRank
+from megatron_ep.fabrics.rank_info import RankInfo, machines
+from megatron_ep.meeting.rendezvous import StoreRendezvous
+
+W = 3
+BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def rendezvous_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0) -> StoreRendezvous:
+    return StoreRendezvous(GROUPS[members], timedelta(seconds=seconds))
+
+
+GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+DEVICE = torch.device("cuda", 1)
+CURRENT: list[torch.device] = []
+FREE = [40 << 30]  # bytes of memory on the GPU
+
+
+def rank_info(host: str, gpu: str | None = None) -> RankInfo:
+    wanted = os.environ[choice.VARIABLE] or None
+    return RankInfo(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, None, None, wanted, None)
+
+
+def connected(
+    rendezvous: StoreRendezvous, hosts: str = "aaa", gpu: str | None = None, ranks_per_node: int | None = None
+):
+    heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10, channels=5)
+    ranks_per_node = ranks_per_node or rendezvous.world_size
+    topology = ep.Topology(rendezvous.world_size // ranks_per_node, ranks_per_node)
+    infos = rendezvous.gather(rank_info(hosts[rendezvous.rank], gpu))
+    rank = gpu_rank(rendezvous, infos, 24)
+    fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        fabric = choice.choose(rank.machines, [info.fabric for info in infos], rendezvous.gather)
+        connection, fabric = connect.connect(rank, topology, heap, fabric, [info.gpu for info in infos])
+        backend = cuda.CudaBackend(connection, heap, DEVICE, 24)
+    backend.fabric = fabric
+    return backend
+
+
+def gpu_rank(rendezvous: StoreRendezvous, infos: list[RankInfo], blocks: int) -> GpuRank:
+    pids, pcis = [info.pid for info in infos], [info.pci for info in infos]
+    return GpuRank(rendezvous, ep.Config(num_experts=8), machines(infos), pids, pcis, DEVICE, blocks)
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device):
+    CURRENT.append(device)
+    try:
+        yield
+    finally:
+        CURRENT.pop()
+
+
+@contextlib.contextmanager
+def ranks_with(fabric: str, **loads):
+    """This process wants this fabric, "" for none, and loads these."""
+    for members in ((0, 1, 2), (0, 1), (0, 2)):  # all ranks take part in making each
+        if members not in GROUPS:
+            GROUPS[members] = dist.new_group(members)
+    loaders = {f"load_{name}": load for name, load in loads.items()}
+    with (
+        mock.patch.dict(os.environ, {choice.VARIABLE: fabric}),
+        mock.patch.dict(choice.NETWORKS, loads),
+        mock.patch.object(choice.nvshmem_env, "has_cards", lambda: True),
+        mock.patch.object(choice.verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
+        mock.patch.dict(vars(choice), loaders),
+        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, CudaGroup=group_of),
+    ):
+        yield
+
+
+def group_of(**settings):
+    """Instead of any fabric's group."""
+    assert CURRENT == [DEVICE] and settings["device"] == DEVICE.index
+    return SimpleNamespace(**settings)
+
+
+# ---- which fabric
+
+
+def run_different_wishes() -> None:
+    refused = pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same")
+    with ranks_with("nccl" if dist.get_rank() == 1 else ""), refused:
+        connected(rendezvous_of())
+
+
+def test_ranks_that_want_different_fabrics(ranks) -> None:
+    ranks.run(run_different_wishes)
+
+
+def run_different_libraries() -> None:
+    def lack():
+        raise ep.EPError("it lacks something")
+
+    library = Nccl()
+    lacking = lack if dist.get_rank() == 1 else lambda: None
+    with ranks_with("", nvshmem=lacking, nccl=lambda: library):
+        backend = connected(rendezvous_of(), "abc")
+        assert backend.group.memory.endswith(b"by NCCL")
+        assert backend.fabric.name == "nccl"
+        assert backend.fabric.reason == (
+            "3 machines; it lacks something on rank 1; a separate communicator, 64.0 MiB in addition to the heap"
+        )
+    tcp = mock.Mock(return_value=Connection(SimpleNamespace(), reason="found"))
+    with ranks_with("", nvshmem=lacking, nccl=lacking), mock.patch.dict(connect.CONNECT, tcp=tcp):
+        backend = connected(rendezvous_of(), "abc")
+        assert backend.fabric == choice.Choice(
+            "tcp", "3 machines; it lacks something on rank 1; its card is down; found"
+        )
+
+
+def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:
+    ranks.run(run_different_libraries)
+
+
+def run_exchanges(fabric: str) -> int:
+    """How often the ranks talk to each other, the introduction included."""
+    library = {"p2p": None, "nvshmem": Nvshmem, "nccl": Nccl}[fabric]
+    with over(fabric, library()) if library else ranks_with(fabric):
+        groups = [group for group in (dist.group.WORLD, *GROUPS.values()) if isinstance(group, dist.ProcessGroup)]
+        before = [group._get_sequence_number_for_group() for group in groups]  # of the last collective
+        rendezvous = rendezvous_of()
+        connected(rendezvous)
+        assert before == [group._get_sequence_number_for_group() for group in groups]
+        return rendezvous.exchanges
+
+
+@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 4), ("nvshmem", 4), ("nccl", 6)])
+def test_a_set_up_takes_few_exchanges_and_no_collective(ranks, fabric: str, exchanges: int) -> None:
+    assert ranks.run(run_exchanges, fabric) == [exchanges] * W
+
+
+# ---- CUDA IPC
+
+
+class Memory:
+    """Says which processes its memory may be mapped by, as DeviceMemory is told."""
+
+    refuses = False
+
+    def __init__(self, group: str):
+        self.group = group
+
+    @classmethod
+    def create(cls, device: int, size: int, group: str = "") -> "Memory":
+        assert CURRENT == [DEVICE]
+        return cls(group)
+
+    @classmethod
+    def open(cls, device: int, handle: bytes, size: int) -> "Memory":
+        return cls(handle.decode())
+
+    def clear(self) -> None:
+        pass
+
+    def handle(self) -> bytes:
+        if self.refuses:
+            raise RuntimeError("cudaIpcGetMemHandle: out of luck")
+        return self.group.encode()
+
+
+def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
+    """By the buffers that this rank is a member of."""
+    seen = []
+    with ranks_with(""):
+        for these in members:
+            if dist.get_rank() in these:
+                memories = connected(rendezvous_of(these)).group.memories
+                assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
+                seen.append(memories[0].group)
+    return seen
+
+
+def test_memory_is_reused_by_the_same_processes_only(ranks) -> None:
+    names, *_ = ranks.run(groups_of_memories, (0, 1), (0, 2), (0, 1), (0, 1, 2))
+    assert names[0] == names[2] and len(set(names)) == 3
+
+
+class MemoryLeftOver:
+    """Of rank 0, as a key of the ranks' store: cleared when it is made, as DeviceMemory is."""
+
+    @classmethod
+    def create(cls, *_: object) -> "MemoryLeftOver":
+        memory = cls()
+        memory.clear()
+        return memory
+
+    @classmethod
+    def open(cls, *_: object) -> "MemoryLeftOver":
+        return cls()
+
+    def clear(self) -> None:
+        if dist.get_rank() == 0:
+            STORE().set("released", "0")
+
+    def handle(self) -> bytes:
+        return b""
+
+
+STORE = dist.distributed_c10d._get_default_store
+
+
+def run_late_credit() -> bytes:
+    """The last call of rank 1 is over only when rank 0 has made its memory already."""
+
+    def finish_earlier_calls() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            STORE().set("released", "1")
+
+    with ranks_with(""), mock.patch.object(_C, "DeviceMemory", MemoryLeftOver):
+        peer_memory.peer_memories(rendezvous_of(), finish_earlier_calls, DEVICE, BYTES, "")
+    return STORE().get("released")
+
+
+def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks(ranks) -> None:
+    assert ranks.run(run_late_credit) == [b"0"] * W
+
+
+def run_no_handle() -> None:
+    refused = pytest.raises(ep.EPError, match=r"rank 1 could not set up the buffer: .*out of luck")
+    with ranks_with(""), mock.patch.object(Memory, "refuses", dist.get_rank() == 1), refused:
+        connected(rendezvous_of())
+
+
+def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
+    ranks.run(run_no_handle)
+
+
+# ---- native atomics
+
+
+@contextlib.contextmanager
+def gpus_with(pairs: set[tuple[int, int]], sees: int = W):
+    """This process sees the first so many of W GPUs, of which these pairs have native atomics."""
+    properties = {"get_device_properties": lambda i: SimpleNamespace(uuid=i), "device_count": lambda: sees}
+    with (
+        mock.patch.multiple(torch.cuda, **properties),
+        mock.patch.object(_C, "has_native_atomics", lambda *pair: pair in pairs, create=True),
+    ):
+        yield
+
+
+ALL_BUT_1_AND_2 = {(0, 1), (1, 0), (0, 2), (2, 0), (2, 1)}
+
+
+def run_without_atomics() -> str:
+    rank = dist.get_rank()
+    with gpus_with(ALL_BUT_1_AND_2):
+        with ranks_with(""), pytest.raises(ep.EPError) as refused:
+            connected(rendezvous_of(), gpu=f"GPU-{rank}")
+        with ranks_with(""):  # on one GPU
+            connected(rendezvous_of(), gpu="GPU-1")
+        for ranks_per_node in (1, W):
+            alike = contextlib.nullcontext() if ranks_per_node == 1 else pytest.raises(ep.EPError, match="no native")
+            with over("nccl", Nccl()), alike:
+                connected(rendezvous_of(), gpu=f"GPU-{rank}", ranks_per_node=ranks_per_node)
+    with ranks_with(""), gpus_with(set(), sees=1):  # whose processes see one each
+        connected(rendezvous_of(), gpu=f"GPU-{rank}")
+    return str(refused.value)
+
+
+def test_gpus_without_native_atomics_are_named_on_all_ranks(ranks) -> None:
+    one_side = (
+        "rank 1 on GPU-1 and rank 2 on GPU-2 cannot share memory: these GPUs have no native atomics on each other's"
+    )
+    other_side = "rank 2 on GPU-2 and rank 1 on GPU-1 cannot share memory"
+    first, second, third = ranks.run(run_without_atomics)
+    assert (one_side in first or other_side in first) and "MEGATRON_EP_FABRIC=nvshmem, nccl or tcp" in first
+    assert second.startswith(one_side) and third.startswith(other_side)
+
+
+def test_the_report_names_gpus_without_native_atomics() -> None:
+    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "CudaGroup", None, create=True):
+        needs = "GPUs without native atomics on each other's memory, which it needs"
+        assert choice.report()["p2p"] == f"built; {needs}: 1 and 2"
+    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "CudaGroup", None, create=True):
+        assert choice.report()["p2p"] == "built"
+
+
+def test_lines_need_atomics_that_are_known() -> None:
+    gpus = [f"GPU-{i}" for i in range(W)]
+    with gpus_with(ALL_BUT_1_AND_2):
+        assert [atomics.are_native(own, gpus) for own in gpus[:3]] == [True, False, False]
+        assert atomics.are_native("GPU-1", ["GPU-1", "GPU-0"])
+    with gpus_with(set(), sees=1):
+        assert atomics.are_native("GPU-2", ["GPU-2"] * W)  # ranks of one GPU
+        assert not atomics.are_native("GPU-0", gpus)
+
+
+# ---- NVSHMEM
+
+
+class HeapNumber(int):
+    """A heap of NVSHMEM's, by which the library tells how it reaches the other ranks."""
+
+    reaches = SimpleNamespace(mapped=0, networked=2, ibgda=True, writes_ordered=True)
+
+    def transport(self, *, heap) -> SimpleNamespace:
+        return self.reaches
+
+
+class Nvshmem:
+    """One process's library: what it was initialised for, and the heaps that were allocated in it."""
+
+    def __init__(self):
+        self.environment: dict[str, str] = {}  # when it was initialised
+        self.served = None
+        self.allocated = 0
+        self.left: set[int] = set()
+        self.NvshmemGroup = group_of
+        self.NvshmemLowLatency = SimpleNamespace
+        self.NvshmemHeap = SimpleNamespace(allocate=self.allocate, reuse=self.reuse)
+        self.prepare = mock.Mock()
+        self.before_allocation = lambda: None
+
+    def unique_id(self) -> bytes:
+        return f"of process {os.getpid()}".encode()
+
+    def initialised_for(self):
+        return self.served
+
+    def spare(self, *, bytes: int) -> list[int]:
+        assert bytes == BYTES
+        return sorted(self.left, reverse=True)
+
+    def allocate(self, *, unique_id: bytes, rank: int, world: int, device: int, bytes: int) -> int:
+        self.before_allocation()
+        if self.served is None:
+            self.environment = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+        self.served = self.served or (unique_id, rank, world)
+        assert self.served == (unique_id, rank, world)
+        self.allocated += 1
+        return HeapNumber(self.allocated - 1)
+
+    def reuse(self, *, number: int, device: int) -> int:
+        self.left.remove(number)
+        return HeapNumber(number)
+
+
+@contextlib.contextmanager
+def over(fabric: str, library):
+    with ranks_with(fabric, **{fabric: lambda: library}):
+        yield library
+
+
+def heap_of(rendezvous: StoreRendezvous) -> int:
+    return connected(rendezvous).group.memory
+
+
+def run_spares() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        assert [heap_of(rendezvous_of()) for _ in range(3)] == [0, 1, 2]
+        if rank != 1:
+            library.left.add(0)  # collected there, and not yet on rank 1
+        assert heap_of(rendezvous_of()) == 3
+        library.left |= {0, 2} if rank == 1 else {1, 2, 3}
+        assert heap_of(rendezvous_of()) == 0 and heap_of(rendezvous_of()) == 2
+        assert heap_of(rendezvous_of()) == 4
+
+
+def test_nvshmem_heaps_that_all_ranks_have_left_are_reused(ranks) -> None:
+    ranks.run(run_spares)
+
+
+def run_other_group() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        if rank != 2:
+            assert heap_of(rendezvous_of((0, 1))) == 0
+        if rank != 1:
+            with pytest.raises(ep.EPError, match=r"one group of ranks .* another one than this on rank 0 already"):
+                heap_of(rendezvous_of((0, 2)))
+            assert library.allocated == (rank == 0)
+        with pytest.raises(ep.EPError, match="another one than this on rank 0, 1 already"):
+            heap_of(rendezvous_of())
+        if rank != 2:
+            assert heap_of(rendezvous_of((0, 1))) == 1
+
+
+def test_nvshmem_serves_one_group_of_ranks(ranks) -> None:
+    ranks.run(run_other_group)
+
+
+def run_no_preparation() -> None:
+    with over("nvshmem", Nvshmem()) as library:
+        if dist.get_rank() == 1:
+            library.prepare.side_effect = ValueError("device is cuda:0, must be cuda:1")
+        with pytest.raises(
+            ValueError if dist.get_rank() == 1 else ep.EPError, match=r"device is cuda:0, must be cuda:1$"
+        ):
+            heap_of(rendezvous_of())
+        assert library.allocated == 0
+        library.prepare.side_effect = None
+        assert heap_of(rendezvous_of()) == 0
+
+
+def test_what_fails_on_one_rank_keeps_all_out_of_nvshmem(ranks) -> None:
+    ranks.run(run_no_preparation)
+
+
+def run_lost_in_set_up() -> None:
+    """NVSHMEM's set-up fails on rank 1, and waits for it elsewhere."""
+
+    def fail() -> None:
+        raise RuntimeError("NVSHMEM could not be initialised")
+
+    with over("nvshmem", Nvshmem()) as library, mock.patch.object(nvshmem, "SETUP_S", 1.0):
+        library.before_allocation = fail if dist.get_rank() == 1 else lambda: time.sleep(100)
+        started = time.monotonic()
+        with pytest.raises(
+            ep.EPError,
+            match="could not be initialised"
+            if dist.get_rank() == 1
+            else "the ranks did not finish the set-up of NVSHMEM within 1 s",
+        ):
+            heap_of(rendezvous_of(seconds=1))
+        assert time.monotonic() - started < 10
+
+
+def test_a_wait_in_nvshmem_is_bounded() -> None:
+    with LocalRanks(W, 60) as ranks:  # of their own, since threads are left waiting in them
+        ranks.run(run_lost_in_set_up)
+
+
+@contextlib.contextmanager
+def network_cards(*names: str, **variables: str):
+    """This machine's network cards that IBGDA can use, and what its user has set for NVSHMEM."""
+    with mock.patch.dict(os.environ, variables), mock.patch.object(nvshmem_env, "cards", lambda: list(names)):
+        yield
+
+
+def run_environment(hosts: str, names: list[str], variables: dict[str, str]) -> tuple[dict[str, str], bool, str]:
+    with over("nvshmem", Nvshmem()) as library, network_cards(*names, **variables):
+        backend = connected(rendezvous_of(), hosts)
+        assert heap_of(rendezvous_of()) == 1  # is not initialised again
+        return library.environment, backend.group.fence, backend.fabric.reason
+
+
+def test_ibgda_is_switched_on_between_machines(ranks) -> None:
+    (environment, fence, reason), *others = ranks.run(run_environment, "abc", ["mlx5_0"], {})
+    assert others == [(environment, fence, reason)] * (W - 1)
+    assert environment == {
+        "NVSHMEM_IB_ENABLE_IBGDA": "1",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "5",  # channels
+        "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
+        "NVSHMEM_MAX_TEAMS": "7",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+    assert not fence and reason.endswith("; IBGDA, 5 queue pairs a rank")
+
+
+@pytest.mark.parametrize(("hosts", "names"), [("aaa", ["mlx5_0"]), ("abc", [])])
+def test_nvshmem_is_left_as_it_is_without_a_network_or_a_card(ranks, hosts: str, names: list[str]) -> None:
+    assert ranks.run(run_environment, hosts, names, {})[0][0] == {}
+
+
+def test_what_the_user_has_set_for_nvshmem_stays(ranks) -> None:
+    set_by_user = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "cta", "NVSHMEM_MAX_TEAMS": "40"}
+    environment = ranks.run(run_environment, "abc", ["mlx5_0"], set_by_user)[0][0]
+    assert environment == set_by_user | {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    off = {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IBGDA_RC_MAP_BY": "sm"}
+    assert ranks.run(run_environment, "abc", ["mlx5_0"], off)[0][0] == off
+
+
+def run_bad_environment(name: str, value: str, match: str) -> None:
+    own = {name: value} if dist.get_rank() == 1 else {}
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **own):
+        with pytest.raises(ValueError if own else ep.EPError, match=match):
+            connected(rendezvous_of(), "abc")
+        assert library.allocated == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "1", "0 or unset"),
+        ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "", "0 or unset"),
+        ("NVSHMEM_ENABLE_MULTI_PORT", "true", "0 or unset"),
+        ("NVSHMEM_IBGDA_RC_MAP_BY", "sm", "cta"),
+        ("NVSHMEM_IBGDA_RC_MAP_BY", "warp", "cta"),
+    ],
+)
+def test_settings_that_break_the_order_are_refused_before_nvshmem_is_initialised(
+    ranks, name: str, value: str, allowed: str
+) -> None:
+    ranks.run(run_bad_environment, name, value, f"environment variable {name} is '{value}', must be {allowed}: ")
+
+
+def run_different_environments(name: str, values: list[str | None], match: str) -> None:
+    value = values[dist.get_rank()]
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **({name: value} if value else {})):
+        if not match:
+            assert heap_of(rendezvous_of()) == 0
+            return
+        for hosts in ("abc", "abc", "aaa"):  # a failed attempt sets nothing
+            with pytest.raises(ValueError, match=match):
+                connected(rendezvous_of(), hosts)
+        assert library.allocated == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", ["3", "3", "4"], "is '3' on rank 0 and '4' on rank 2"),
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", [None, "7", None], "is unset on rank 0 and '7' on rank 1"),
+        ("NVSHMEM_IB_ENABLE_IBGDA", ["0", None, None], "is '0' on rank 0 and unset on rank 1"),
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", [None, "5", None], ""),  # what the others will have
+        ("NVSHMEM_HCA_LIST", ["mlx5_0", "mlx5_1", None], ""),
+    ],
+)
+def test_ranks_that_set_nvshmem_differently_are_refused_alike(
+    ranks, name: str, values: list[str | None], says: str
+) -> None:
+    ranks.run(run_different_environments, name, values, says and f"^environment variable {name} {says}, must be equal$")
+
+
+def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tuple[bool, str]:
+    reached = SimpleNamespace(**(vars(HeapNumber.reaches) | reaches))
+    cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
+    with over("nvshmem", Nvshmem()), cards, transport:
+        backend = connected(rendezvous_of(), "abc")
+    return backend.group.fence, backend.fabric.reason.partition("; ")[2]
+
+
+@pytest.mark.parametrize(
+    ("reaches", "queue_pairs", "fence", "words"),
+    [
+        ({}, "9", False, "IBGDA, 9 queue pairs a rank"),
+        ({"networked": 0, "mapped": 2, "writes_ordered": False}, "9", True, "no network: all ranks share memory"),
+        ({"ibgda": False}, "9", True, "without IBGDA"),
+        ({}, "0", True, "IBGDA, NVSHMEM_IBGDA_NUM_RC_PER_PE is 0: signals behind fences"),
+        ({"networked": 1, "mapped": 1}, "9", True, "IBGDA, ranks of other nodes share memory: signals behind fences"),
+    ],
+)
+def test_signals_go_without_a_fence_only_where_queue_pairs_keep_the_order(
+    ranks, reaches: dict[str, object], queue_pairs: str, fence: bool, words: str
+) -> None:
+    variables = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": queue_pairs}
+    assert ranks.run(run_transport, reaches, variables) == [(fence, words)] * W
+
+
+def run_unordered_writes() -> None:
+    with pytest.raises(ep.EPError, match="cudaDevAttrGPUDirectRDMAWritesOrdering is none"):
+        run_transport({"writes_ordered": dist.get_rank() != 1}, {})
+
+
+def test_a_gpu_that_sees_writes_out_of_order_is_an_error_everywhere(ranks) -> None:
+    ranks.run(run_unordered_writes)
+
+
+# ---- NCCL
+
+
+class Nccl:
+    def __init__(self):
+        self.ids = 0
+        self.left: list[bytes] = []
+        self.NcclGroup = group_of
+        self.NcclLowLatency = SimpleNamespace
+
+    def unique_id(self) -> bytes:
+        self.ids += 1
+        return f"{self.ids} of process {os.getpid()} by NCCL".encode()
+
+    def kept(self, *, heap, rank: int, device: int) -> list[bytes]:
+        return self.left
+
+    def NcclHeap(self, *, unique_id: bytes, heap, rank: int, device: int, timeout: float) -> bytes:
+        FREE[0] -= heap.bytes + (64 << 20)
+        return unique_id
+
+
+def run_kept() -> list[bytes]:
+    with over("nccl", Nccl()) as library:
+        first = heap_of(rendezvous_of())
+        library.left = [] if dist.get_rank() == 1 else [first]
+        second = heap_of(rendezvous_of())
+        library.left = [second, first]
+        return [first, second, heap_of(rendezvous_of())]
+
+
+def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
+    by_rank = ranks.run(run_kept)
+    assert by_rank[1:] == by_rank[:-1]
+    first, second, third = by_rank[0]
+    assert first != second and third == min(first, second)
+
+
+def run_close() -> None:
+    with over("nccl", Nccl()):
+        backend = connected(rendezvous_of())
+    graphs = [2]
+    backend.group.graphs = lambda: graphs[0]
+    assert backend.group.watch is not None
+    with (
+        mock.patch.object(cuda, "GRAPHS_S", 0.0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing") as is_on,
+    ):
+        is_on.return_value = True
+        assert backend.needs_memory() == "a CUDA graph is being captured"
+        is_on.return_value = False
+        assert backend.needs_memory() == "2 CUDA graphs may replay its launches, must be deleted before"
+        graphs[0] = 0
+        assert backend.needs_memory() == ""
+        backend.close()
+    assert backend.group.watch is None, "the group, which its memory lives with, would never go"
+
+
+def test_a_closed_backend_lets_its_group_go(ranks) -> None:
+    ranks.run(run_close)
+
+
+# ---- the low-latency mode over a network
+
+
+def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
+    heap = SimpleNamespace(bytes=BYTES)
+    rank = gpu_rank(rendezvous, rendezvous.gather(rank_info("a")), 3)
+    fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        made = connect.low_latency(rank, heap, fabric, backend.connection)
+    launches = made.group
+    assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
+    assert launches.memory is made.network_memory and not made.memories
+    return launches.memory
+
+
+def run_low_latency() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        rendezvous = rendezvous_of()
+        backend = connected(rendezvous)
+        assert [low_latency_memory(rendezvous, backend, "nvshmem") for _ in range(2)] == [1, 2]
+        library.left |= {1} if rank == 1 else {1, 2}
+        assert low_latency_memory(rendezvous, backend, "nvshmem") == 1
+        if rank == 2:
+            library.prepare.side_effect = RuntimeError("out of luck")
+        with pytest.raises(ep.EPError, match=r"rank 2 could not set up the buffer: .*out of luck"):
+            low_latency_memory(rendezvous, backend, "nvshmem")
+        assert library.allocated == 3
+    with over("nccl", Nccl()) as library:
+        rendezvous = rendezvous_of()
+        backend = connected(rendezvous)
+        memory = low_latency_memory(rendezvous, backend, "nccl")
+        assert memory.startswith(b"2 of") and memory != backend.group.memory
+        library.left = [memory]
+        assert low_latency_memory(rendezvous, backend, "nccl") == memory
+
+
+def test_the_low_latency_mode_has_memory_of_its_own(ranks) -> None:
+    ranks.run(run_low_latency)
+
+
+# ---- a launch that does not end
+
+
+def run_after_a_stuck_launch() -> None:
+    stuck = mock.patch.object(gpu, "_stuck", [object()] if dist.get_rank() == 1 else [])
+    refused = pytest.raises(ep.EPError, match="an earlier launch of this process does not end")
+    with over("nccl", Nccl()), stuck, refused:
+        connected(rendezvous_of())
+
+
+def test_no_buffer_is_made_where_a_launch_does_not_end(ranks) -> None:
+    ranks.run(run_after_a_stuck_launch)

@@ -1,0 +1,117 @@
+"""Which machine a process is on, where several have one name, and what has become of another one."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_ep as ep
+from megatron_ep.fabrics import rank_info
+from megatron_ep.fabrics.rank_info import RankInfo
+from megatron_ep.meeting import processes
+from megatron_ep.meeting.processes import has_ended, machine, process_fate
+
+RANK = """
+import os, socket, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import megatron_ep as ep
+from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.fabrics.rank_info import introduce, machines
+from megatron_ep.buffer.distributed import DistributedRankGroup
+
+path, rank = sys.argv[1], int(sys.argv[2])
+rendezvous = StoreRendezvous.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
+config = ep.Config(num_experts=2, timeout=20)
+_, infos = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
+if len(set(machines(infos))) == 1:
+    group = DistributedRankGroup(rendezvous, config, None, "cpu")
+    print(socket.gethostname(), "one machine", group._fate_of(1 - rank), group.fabric)
+else:
+    print(*machines(infos), sep=" and ")
+rendezvous.barrier()
+"""
+
+
+def run_two(tmp_path: Path, *prefix: str) -> list[str]:
+    """What two ranks say, each started by such a command."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [*prefix, sys.executable, str(script), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return [out for out, _ in said]
+
+
+def unshare(*kinds: str) -> list[str]:
+    """A command that gives a process namespaces of its own, and the name of this machine."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes namespaces")
+    command = [shutil.which("unshare") or "unshare", *(f"--{kind}" for kind in kinds)]
+    try:
+        done = subprocess.run([*command, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode:
+        pytest.skip(f"namespaces cannot be made here: {done.stderr.strip()}")
+    return command
+
+
+@pytest.mark.parametrize("kinds", [("net", "uts", "ipc"), ("pid", "fork", "mount-proc")])
+def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    said = run_two(tmp_path, *unshare(*kinds))
+    for text in said:
+        first, second = text.strip().split(" and ")
+        assert first != second and first.startswith(f"{socket.gethostname()}, boot "), text
+    assert said[0] == said[1]
+
+
+def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
+    assert run_two(tmp_path, *unshare("net")) == [f"{socket.gethostname()} one machine None shared memory\n"] * 2
+
+
+def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
+    def on(host: str, machine: str) -> RankInfo:
+        return RankInfo(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None, None, None)
+
+    ranks = [on("a", "a, boot 1"), on("a", "a, boot 1"), on("b", "b, boot 2"), on("b", "b, boot 3")]
+    assert rank_info.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
+    with pytest.raises(ValueError, match="ranks 2 to 3 run on b, boot 2 and b, boot 3: a node must be on one machine"):
+        rank_info.agreed_topology(ranks, ep.Config(num_experts=4))
+    with pytest.raises(ValueError, match=r"; Topology\(4, 1\) fits \(megatron-ep train: --set topology.nodes=4 --set "):
+        rank_info.agreed_topology(ranks, ep.Config(num_experts=4))
+
+
+def test_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine() == machine() and machine().startswith(f"{socket.gethostname()}, boot ")
+    monkeypatch.setattr(processes, "BOOT", tmp_path / "none")
+    assert machine() == socket.gethostname()
+
+
+def test_the_fate_of_a_process() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert process_fate(process.pid) is None and not has_ended(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_fate(process.pid) == "has ended" and has_ended(process.pid), "a zombie"
+    process.wait()
+    assert process_fate(process.pid) == "has ended" and has_ended(process.pid)
+
+
+def test_the_fate_of_a_process_whose_name_is_cut_inside_a_character() -> None:
+    script = 'open("/proc/self/comm", "wb").write(b"fourteen bytes\\xc3\\xa9"); print(flush=True); input()'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        process.stdout.readline()
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"fourteen bytes\xc3\n"
+        assert process_fate(process.pid) is None and not has_ended(process.pid)
+        process.kill()

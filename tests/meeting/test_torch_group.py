@@ -1,0 +1,62 @@
+"""What a buffer takes over from the process group that it is made for."""
+
+import os
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.meeting.torch_group import timeout_of
+
+W = 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 77) as ranks:
+        yield ranks
+
+
+def timeout_in_force(group: dist.ProcessGroup | None = None, **settings: float) -> float:
+    with ep.Buffer(group, ep.Config(num_experts=2, **settings)) as buffer:
+        return buffer.config.timeout_seconds
+
+
+def run_timeouts() -> None:
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+    endless = dist.new_group([0, 1], timeout=timedelta(days=10_000))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MEGATRON_EP_TIMEOUT", None)
+        assert timeout_in_force() == timeout_of(None, CPU) == 77
+        assert timeout_in_force(own) == timeout_of(own, torch.device("cuda")) == 33
+        assert timeout_in_force(endless) == 1e6
+        assert timeout_in_force(own, timeout=5) == 5
+        os.environ["MEGATRON_EP_TIMEOUT"] = "7"
+        assert timeout_in_force(own) == 7 and timeout_in_force(own, timeout=5) == 5
+    assert timeout_of(mock.Mock(_get_backend=mock.Mock(side_effect=RuntimeError)), CPU) is None
+
+
+def test_a_wait_ends_when_a_collective_of_the_group_would(ranks) -> None:
+    ranks.run(run_timeouts)
+
+
+def run_absence() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    buffer = ep.Buffer(group, ep.Config(num_experts=2))
+    if buffer.rank == 0:
+        started = time.monotonic()
+        with pytest.raises(ep.EPTimeoutError, match=r"rank 0 timed out first, after 1\.5 s: rank 1 has not entered"):
+            ep.dispatch(torch.ones(3, 4), torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1), buffer=buffer)
+        assert 1.4 < time.monotonic() - started < 10
+    dist.barrier()
+    buffer.close()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long(ranks) -> None:
+    ranks.run(run_absence)
