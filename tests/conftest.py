@@ -13,7 +13,6 @@ from megatron_ep.bench.local_ranks import LocalRanks
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out
-from forks import Forks
 from gpu_turns import turn
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
@@ -57,12 +56,6 @@ def _forget():
         shared_buffers.configure()
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
         del os.environ[name]
-
-
-@pytest.fixture(scope="session")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture

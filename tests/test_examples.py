@@ -5,8 +5,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import forks
 import pytest
-from forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -41,7 +41,7 @@ def test_every_script_is_here_and_short() -> None:
         (["training_loop.py"], "the loss fell"),
     ],
 )
-def test_script(forks: Forks, arguments: list[str], says: str) -> None:
+def test_script(arguments: list[str], says: str) -> None:
     name, *options = arguments
     if name in NEEDS_MEGATRON and find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
@@ -51,7 +51,7 @@ def test_script(forks: Forks, arguments: list[str], says: str) -> None:
         assert status == 0 and text.count(says) == 1, text
 
 
-def test_an_own_model(forks: Forks, tmp_path: Path) -> None:
+def test_an_own_model(tmp_path: Path) -> None:
     """The blocks of the quick start; DDP and FSDP2 give the same gradients."""
     section = (ROOT / "docs/quickstart.md").read_text().split("## In your own model\n")[1].split("\n## ")[0]
     code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))

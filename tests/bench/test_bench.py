@@ -1,10 +1,10 @@
 """`megatron-ep bench`: what it writes, and what it refuses. Nothing here judges a time."""
 
 import json
-import subprocess
 import sys
 import types
 
+import forks
 import pytest
 import torch
 import training_runs
@@ -52,17 +52,10 @@ def test_the_ranks_of_a_job(tmp_path):
     """Of this machine; those of several: `megatron-ep bench network` in tests/network."""
     file = tmp_path / "bench.json"
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "megatron_ep.cli.main", "bench", *SIZES, "--dtype", "bf16", "--json", str(file)],
-            env=training_runs.clean_environment(**slurm, SLURM_PROCID=str(rank), GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    tasks = training_runs.clean_environment(**slurm, GLOO_SOCKET_IFNAME="lo")
+    command = ["-m", "megatron_ep.cli.main", "bench", *SIZES, "--dtype", "bf16", "--json", file]
+    statuses, texts = zip(*forks.run(command, [tasks | {"SLURM_PROCID": str(rank)} for rank in range(2)]), strict=True)
+    assert statuses == (0, 0), texts
     assert "1x2 bf16 T=24 H=40 K=3 E=8" in texts[0] and texts[1] == ""
     assert {record["case"] for record in json.loads(file.read_text())["records"]} == {"1x2 bf16 T=24 H=40 K=3 E=8"}
 

@@ -2,6 +2,7 @@
 
 import json
 
+import forks
 import pytest
 import torch
 
@@ -57,7 +58,7 @@ with (
 
 
 @pytest.fixture
-def bench(forks, tmp_path):
+def bench(tmp_path):
     """Runs `megatron-ep bench ARGUMENTS` in a job: what each rank ends with and prints, and the records."""
     program, file = tmp_path / "program.py", tmp_path / "bench.json"
     program.write_text(PROGRAM)

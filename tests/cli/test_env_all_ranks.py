@@ -2,11 +2,10 @@
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 
+import forks
 import pytest
 import torch.distributed as dist
 import training_runs
@@ -130,18 +129,11 @@ def test_network_cards(tmp_path):
 def test_ranks_of_a_launcher(tmp_path):
     port = free_port()
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "megatron_ep.cli.main", "env", "--all-ranks"],
-            env=training_runs.clean_environment(**slurm, SLURM_PROCID=str(rank), MEGATRON_EP_TIMEOUT=str(5 + rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [training_runs.finish(rank) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], texts
+    tasks = training_runs.clean_environment(**slurm)
+    own = [{"SLURM_PROCID": str(rank), "MEGATRON_EP_TIMEOUT": str(5 + rank)} for rank in range(2)]
+    ends = forks.run(["-m", "megatron_ep.cli.main", "env", "--all-ranks"], [tasks | variables for variables in own])
+    statuses, texts = zip(*ends, strict=True)
+    assert statuses == (1, 1), texts
     assert "$MEGATRON_EP_TIMEOUT:\n    rank 0: 5\n    rank 1: 6\n" in texts[0] and texts[1] == ""
 
 

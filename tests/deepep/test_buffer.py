@@ -9,6 +9,7 @@ from unittest import mock
 
 import deep_ep_checks as checks
 import deep_ep_elastic_checks as elastic
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ def test_construction():
         buffer.reset()
 
 
-def test_a_communicator_instead_of_a_group(forks, tmp_path):
+def test_a_communicator_instead_of_a_group(tmp_path):
     """In processes that never initialise torch.distributed."""
     script = Path(__file__).parents[1] / "helpers" / "communicator_ranks.py"
     for status, text in forks.run_ranks([str(script), str(tmp_path / "store")], 3):

@@ -1,9 +1,9 @@
 """How programs that import deep_ep get ours."""
 
 import os
-import subprocess
-import sys
 import textwrap
+
+import forks
 
 import megatron_ep.deep_ep
 
@@ -34,14 +34,7 @@ SCRIPT = """
 
 
 def run(folder, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forks.run_one(arguments, folder, **environment)
 
 
 def test_a_script_and_its_children(tmp_path):

@@ -1,4 +1,4 @@
-"""Jobs of torchrun on two machines made of namespaces (tests/network/machines.py), a log of each machine."""
+"""Jobs on two machines made of namespaces (tests/network/machines.py), a log of each machine."""
 
 import re
 import subprocess
@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from forks import Fork
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +27,7 @@ for call in range(10**9):
         ep.dispatch(x, ids, buffer=buffer)
         buffer.synchronize()
     except ep.EPError as error:
-        os.write(1, f"RANK {rank} AT {time.time()}: {str(error).splitlines()[0]}\n".encode())  # whole: ranks share it
-        time.sleep(12)  # torchrun ends the others of a machine when one has ended
+        os.write(1, f"RANK {rank} AT {time.time()}: {str(error).splitlines()[0]}\\n".encode())  # whole: ranks share it
         os._exit(3)
     if call == 20:
         print(f"RANK {rank} RUNS AS {os.getpid()}", flush=True)
@@ -66,9 +67,20 @@ def wait_for(folder: Path, pattern: str, count: int, limit: float) -> list[re.Ma
         time.sleep(0.05)
 
 
+def fork(made: Any, folder: Path, arguments: list[object], ranks: int) -> list[Fork]:
+    """So many ranks a machine, without a launcher."""
+    job = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(made.count * ranks)}
+    job |= {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp", "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = []
+    for machine in range(made.count):
+        own = [job | {"RANK": str(machine * ranks + i), "LOCAL_RANK": str(i)} for i in range(ranks)]
+        processes.append(made.fork(machine, arguments, own, log=log_of(folder, machine), cwd=ROOT))
+    return processes
+
+
 def run_for_ever(made: Any, folder: Path, ranks: int, timeout: float, device: str, limit: float) -> None:
     """Starts FOR_EVER, and waits until all its ranks run."""
     program = folder / "program.py"
     program.write_text(FOR_EVER)
-    start(made, folder, torchrun(made, str(program), str(timeout), device, ranks=ranks))
+    fork(made, folder, [program, timeout, device], ranks)
     wait_for(folder, r"RANK (\d) RUNS AS (\d+)", 2 * ranks, limit)

@@ -3,10 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
+
+from forks import RANK_ENVIRONMENT, Fork
 
 SURVIVOR = """
     import sys, os, signal, torch, torch.distributed as dist
@@ -47,14 +47,8 @@ def with_low_latency(script):
 
 def start_survivors(tmp_path, device="cpu"):
     script = textwrap.dedent(SURVIVOR)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), device], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(4)
-    ]
+    environment = os.environ | RANK_ENVIRONMENT
+    processes = [Fork(["-c", script, rank, tmp_path / "store", device], environment) for rank in range(4)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)

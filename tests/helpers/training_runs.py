@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 from ports import free_port
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -48,7 +49,7 @@ def run(recipe, cache, out, *arguments):
     return text
 
 
-def run_forked(forks, recipe, cache, out, *arguments, world):
+def run_forked(recipe, cache, out, *arguments, world):
     """The same without the launcher; what rank 0 prints."""
     command = ["-m", "megatron_ep.cli.main", "train", recipe, "--out", out, "--set", f"dataset.cache_dir={cache}"]
     ranks = forks.run_ranks([*command, *arguments], world)
@@ -94,10 +95,10 @@ def kill_rank(out, rank):
     signal_rank(out, rank, signal.SIGKILL)
 
 
-def run_with_a_stalled_rank(recipe, cache, out, device, lateness, forks=None):
+def run_with_a_stalled_rank(recipe, cache, out, device, lateness):
     """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
     arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache), device, lateness]
-    if forks is not None:
+    if device == "cpu":
         return [text for _, text in forks.run_ranks(arguments, 2)]
     port = free_port()
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -1,13 +1,15 @@
 """Which machine a process is on, where several have one name, and what has become of another one."""
 
+import functools
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import namespaces
 import pytest
+from forks import Fork
 
 import megatron_ep as ep
 from megatron_ep.fabrics import rank_info
@@ -38,37 +40,28 @@ rendezvous.barrier()
 """
 
 
-def run_two(tmp_path: Path, *prefix: str) -> list[str]:
-    """What two ranks say, each started by such a command."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = [*prefix, sys.executable, str(script), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+def run_two(tmp_path: Path, *kinds: str) -> list[str]:
+    """What two ranks say, each in such namespaces of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes namespaces")
+    before = functools.partial(unshare, *kinds)
+    ranks = [Fork(["-c", RANK, tmp_path / "store", rank], before=before) for rank in range(2)]
     said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return [out for out, _ in said]
 
 
-def unshare(*kinds: str) -> list[str]:
-    """A command that gives a process namespaces of its own, and the name of this machine."""
-    if os.geteuid() != 0:
-        pytest.skip("only root makes namespaces")
-    command = [shutil.which("unshare") or "unshare", *(f"--{kind}" for kind in kinds)]
-    try:
-        done = subprocess.run([*command, "true"], capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if done.returncode:
-        pytest.skip(f"namespaces cannot be made here: {done.stderr.strip()}")
-    return command
+def unshare(*kinds: str) -> None:
+    """Returns in new namespaces, on a machine of the same name."""
+    namespaces.unshare(*kinds)
+    if "pid" in kinds:
+        namespaces.become_child()
+        subprocess.run(["sh", "-c", "mount --make-rprivate / && mount -t proc proc /proc"], check=True)
 
 
-@pytest.mark.parametrize("kinds", [("net", "uts", "ipc"), ("pid", "fork", "mount-proc")])
+@pytest.mark.parametrize("kinds", [("net", "uts", "ipc"), ("pid", "mount")])
 def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    said = run_two(tmp_path, *unshare(*kinds))
+    said = run_two(tmp_path, *kinds)
     for text in said:
         first, second = text.strip().split(" and ")
         assert first != second and first.startswith(f"{socket.gethostname()}, boot "), text
@@ -76,7 +69,7 @@ def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> Non
 
 
 def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
-    assert run_two(tmp_path, *unshare("net")) == [f"{socket.gethostname()} one machine None shared memory\n"] * 2
+    assert run_two(tmp_path, "net") == [f"{socket.gethostname()} one machine None shared memory\n"] * 2
 
 
 def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:

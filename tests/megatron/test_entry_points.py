@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
+import forks
 import pytest
 import torch
 
@@ -146,24 +147,14 @@ print(shared_buffers._config["timeout"], sys.argv[1:2])
 def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
     (tmp_path / "script.py").write_text(SHOWN)
     restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forks.run_one(["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart])
     assert done.stdout.splitlines()[-1:] == ["22.5 ['--inprocess-restart']"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("options", [[], ["--ep-sequences"]])
 def test_pretrain_dispatches_attention_where_it_is_told_to(tmp_path, options):
     (tmp_path / "script.py").write_text("from megatron_ep.megatron import attention\nprint(attention.is_enabled())")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forks.run_one(["-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"])
     assert done.stdout.splitlines()[-1:] == [str(bool(options))], done.stderr[-2000:]
 
 
@@ -245,6 +236,7 @@ def test_without_a_gpu_one_sentence_says_so():
     assert not any(" megatron.core" in line for line in imported)
 
 
+@pytest.mark.nightly
 def test_a_refusal_is_the_last_thing_that_torchrun_shows():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["-m", "megatron_ep.pretrain", "--ep-host", __file__, "--use-megatron-fsdp"]
@@ -357,7 +349,7 @@ assert torch.cuda.memory_stats()["anything"] == 0
 
 
 def test_what_the_host_answers_for_a_script_is_listed():
-    done = subprocess.run([sys.executable, "-c", HOST_SCRIPT], capture_output=True, text=True, timeout=120)
+    done = forks.run_one(["-c", HOST_SCRIPT])
     assert done.returncode == 0, done.stderr[-2000:]
 
 

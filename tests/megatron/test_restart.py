@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,14 +165,8 @@ def test_pretrain_completes_a_scripts_chain(tmp_path):
         (package / f"{name.lower()}.py").write_text(STEP.format(name))
     (package / "__init__.py").write_text(WRAPPER)
     (tmp_path / "script.py").write_text(SCRIPT)
-    path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", "--inprocess-restart"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", "--inprocess-restart"]
+    done = forks.run_one(command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "['Theirs', 'AbortEP'] FinalizeEP"
 

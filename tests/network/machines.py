@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -19,6 +20,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forks import Fork
 
 NETWORK = "10.77.0"
 _numbers = itertools.count()
@@ -51,7 +57,7 @@ class Machines:
         self.count = count
         self._hostname = hostname
         self._prefix = f"ep{os.getpid()}n{next(_numbers)}"
-        self._running: list[tuple[int, subprocess.Popen[str]]] = []
+        self._running: list[tuple[int, subprocess.Popen[str] | Fork]] = []
         _run("ip", "netns", "add", f"{self._prefix}sw")
         try:
             self._in_switch("ip", "link", "add", "bridge", "type", "bridge")
@@ -69,19 +75,37 @@ class Machines:
     def namespace(self, machine: int) -> str:
         return f"{self._prefix}m{machine}"
 
+    def fork(
+        self, machine: int, arguments: Sequence[object], environments: Sequence[Mapping[str, str]], **options: Any
+    ) -> Fork:
+        """Runs `python ARGUMENTS` there in each of these environments, as `start` does a command: see `Fork`."""
+        from forks import Fork  # which imports torch
+
+        everywhere = os.environ | self._variables(machine)
+        before = functools.partial(_enter, self.namespace(machine), self._set_up(machine), environments)
+        process = Fork(arguments, everywhere, before=before, **options)
+        self._running.append((machine, process))
+        return process
+
+    def _variables(self, machine: int) -> dict[str, str]:
+        return {"MACHINE": str(machine), "GLOO_SOCKET_IFNAME": "eth0"}
+
+    def _set_up(self, machine: int) -> str:
+        name = self._hostname or f"machine{machine}"
+        return f"hostname {name} && mount -t tmpfs -o size=2g tmpfs /dev/shm && ip link set lo up"
+
     def start(
         self, machine: int, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: object
     ) -> subprocess.Popen[str]:
         """Runs a command there, as the first process of its own tree: when it ends, all that it started ends."""
-        name = self._hostname or f"machine{machine}"
-        script = f'hostname {name} && mount -t tmpfs -o size=2g tmpfs /dev/shm && ip link set lo up && exec "$@"'
+        script = f'{self._set_up(machine)} && exec "$@"'
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.namespace(machine)),
                 *("unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"),
                 *("sh", "-c", script, "sh", *command),
             ],
-            env={**os.environ, "MACHINE": str(machine), "GLOO_SOCKET_IFNAME": "eth0", **(environment or {})},
+            env={**os.environ, **self._variables(machine), **(environment or {})},
             text=True,
             **options,  # type: ignore[call-overload]
         )
@@ -156,6 +180,25 @@ class Machines:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _enter(namespace: str, set_up: str, environments: Sequence[Mapping[str, str]]) -> None:
+    """Returns in a new process for each of these environments, on a machine that ends with this process. This one ends
+    when they have ended, with the highest of their exit statuses."""
+    import namespaces  # of tests/helpers, which this file as a program does not need
+
+    namespaces.enter(Path("/var/run/netns", namespace))
+    namespaces.unshare("uts", "ipc", "pid", "mount")
+    namespaces.become_child()
+    mounts = "mount --make-rprivate / && mount -t proc proc /proc && mount -t sysfs sysfs /sys"
+    subprocess.run(["sh", "-c", f"{mounts} && {set_up}"], check=True)
+    ranks = []
+    for environment in environments:
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ.update(environment)
+            return
+    os._exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in ranks))
 
 
 @contextlib.contextmanager

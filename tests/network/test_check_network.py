@@ -3,7 +3,6 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import cpp
+import forks
 import machines
 import pytest
 import torch.distributed as dist
@@ -48,12 +48,11 @@ def check(made, folder: Path, *arguments: str, environment: dict[int, dict[str, 
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "megatron_ep.cli.main", "check", *(arguments or ("--network",)), "--timeout", "30"]
+    command = ["-m", "megatron_ep.cli.main", "check", *(arguments or ("--network",)), "--timeout", "30"]
     running = []
     for machine in range(made.count):
         own = job | {"RANK": str(machine), "LOCAL_RANK": "0"} | (environment or {}).get(machine, {})
-        with (folder / f"{machine}.log").open("w") as log:
-            running.append(made.start(machine, command, own, stdout=log, stderr=log, cwd=ROOT))
+        running.append(made.fork(machine, command, [own], log=folder / f"{machine}.log", cwd=ROOT))
     statuses = {process.wait(60) for process in running}
     text = (folder / "0.log").read_text()
     assert len(statuses) == 1, [log.read_text() for log in folder.glob("*.log")]
@@ -115,7 +114,7 @@ with mock.patch.object(network, "examine_all", examined):
 """
 
 
-def test_rank_0_keeps_the_store_until_all_have_left(forks, tmp_path):
+def test_rank_0_keeps_the_store_until_all_have_left(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(EXAMINED)
     for _ in range(5):

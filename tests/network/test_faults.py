@@ -4,7 +4,6 @@ time, and the bits of one machine after every reset."""
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -72,16 +71,17 @@ class Run:
         }
         self.processes = []
         for rank in range(RANKS):
-            with (folder / f"{rank}.log").open("w") as log:
-                command = [sys.executable, str(program), str(folder), str(TIMEOUT), str(SILENCE)]
-                environment = job | {"RANK": str(rank)}
-                self.processes.append(made.start(rank, command, environment, stdout=log, stderr=log, cwd=ROOT))
+            log, environment = folder / f"{rank}.log", job | {"RANK": str(rank)}
+            arguments = [program, folder, TIMEOUT, SILENCE]
+            self.processes.append(made.fork(rank, arguments, [environment], log=log, cwd=ROOT))
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """To the program itself, which the process that makes its machine has as a child."""
+        """To the program itself, which the first process of its machine has as a child, and that which makes it has
+        that one."""
         pid = self.processes[rank].pid
-        [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(int(child), number)
+        for _ in range(2):
+            [pid] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        os.kill(pid, number)
 
     def wait_for_calls(self, since: float | None = None, limit: float = 60.0) -> None:
         """Until all have had calls that are right, since then."""

@@ -6,8 +6,6 @@ import dataclasses
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
+from forks import RANK_ENVIRONMENT, Fork
 from process_cases import SIZES, check_cases
 from waits import within
 
@@ -263,17 +262,8 @@ except ep.EPError as error:
 @pytest.mark.parametrize("end", ["sys.exit()", "raise RuntimeError('a bug of its own')"])
 def test_nobody_waits_for_a_process_of_another_machine_that_has_ended(end, tmp_path):
     """Not by a signal: it says goodbye."""
-    environment = os.environ | {choice.VARIABLE: "tcp", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    waits, ends = (
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS, str(rank), str(tmp_path / "store"), end],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    )
+    environment = os.environ | RANK_ENVIRONMENT | {choice.VARIABLE: "tcp"}
+    waits, ends = (Fork(["-c", ENDS, rank, tmp_path / "store", end], environment) for rank in range(2))
     said, errors = waits.communicate(timeout=100)
     assert ("a bug of its own" in ends.communicate(timeout=60)[1]) == ("bug" in end)
     seconds, _, text = said.partition(" ")

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forks import RANK_ENVIRONMENT, Fork
 from waits import within
 
 import megatron_ep as ep
@@ -269,13 +268,8 @@ def test_a_rank_that_dies(tmp_path, dies) -> None:
     whose death nobody noticed would be waited for for 20 s."""
     here = Path(__file__).resolve()
     script = textwrap.dedent(RANK).format(tests=str(here.parent), helpers=str(here.parents[1] / "helpers"))
-    command, seconds = [sys.executable, "-c", script], 20
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), dies, str(seconds)], **pipes)
-        for rank in range(W)
-    ]
+    environment = os.environ | RANK_ENVIRONMENT
+    processes = [Fork(["-c", script, rank, tmp_path / "store", dies, 20], environment) for rank in range(W)]
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"

@@ -17,13 +17,13 @@ TOKENS, TOPK = 4 * 128, 4  # a rank and micro-batch, of the recipe
 STEPS, STOPPED = 30, 20
 
 
-def test_a_run_is_recorded(forks, tmp_path, capsys):
+def test_a_run_is_recorded(tmp_path, capsys):
     """Stopped and continued, with two micro-batches a step."""
 
     def train(out, steps, *arguments):
         settings = ("--set", "train.micro_batch_size=2", "--set", f"checkpoint.save_interval={STOPPED}")
         training_runs.run_forked(
-            forks, TINY, tmp_path / "cache", tmp_path / out, "--steps", steps, *settings, *arguments, world=4
+            TINY, tmp_path / "cache", tmp_path / out, "--steps", steps, *settings, *arguments, world=4
         )
         return [deterministic(row) for row in rows(tmp_path / out)]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import forks
 import pytest
 import shared_memory
 import training_runs
@@ -27,11 +28,11 @@ def start(*arguments, **variables):
 
 
 @pytest.fixture(scope="module")
-def run(forks, cache):
+def run(cache):
     """run(OUT, ARGUMENT...) without a launcher, which other tests have."""
 
     def train(out, *arguments):
-        return training_runs.run_forked(forks, TINY, cache, out, *arguments, *SOON, world=4)
+        return training_runs.run_forked(TINY, cache, out, *arguments, *SOON, world=4)
 
     return train
 
@@ -171,7 +172,7 @@ def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_p
 
 
 @pytest.mark.nightly
-def test_slurm_tasks_find_each_other(trained, forks, cache, tmp_path):
+def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
     port = free_port()
     variables = {
         "SLURM_STEP_NUM_TASKS": "2",
