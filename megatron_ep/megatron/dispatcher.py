@@ -26,7 +26,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.replays import Layout, Replays, recomputes, unread_combine
+from megatron_ep.megatron.replays import Layout, Replays, unread_combine
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -108,8 +108,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
         self.trusts_router = False  # to choose at most moe_router_topk experts for a token
-        self.may_skip_combine = False  # in a replay, whose result the layer does not read
-        self._replays = Replays() if recomputes(config) else None
+        self.may_skip_combine = False  # in a replay of the layer alone
+        self._replays = None if config.recompute_granularity is None else Replays()
         self._layout: Layout | None = None  # of this pass and its replay
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
@@ -205,7 +205,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
-        weights = self._recognize_replay(hidden_states, weights)
+        weights = self._recognize_replay(weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -273,7 +273,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if row_probs is not None:
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
         hidden_states = hidden_states.contiguous()
-        if self._is_replay and self.may_skip_combine:
+        if self._is_unread:
             assert isinstance(handle, ep.Handle), "a replay has that of its forward pass"
             output = unread_combine(hidden_states, handle, row_probs)
         elif isinstance(handle, ep.Handle):
@@ -302,7 +302,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
     ) -> ep.Received:
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
-        self._is_replay = False
+        self._is_unread = False
         as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
         most = self.options.moe_low_latency_max_tokens
         if most is not None:  # made by the first step, which is in no CUDA graph
@@ -314,7 +314,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
         forward_dtype = torch.float8_e4m3fn if as_float8 else None
         if self._layout is not None and self._layout.handle is not None and self._layout.handle.group is of_buffer:
-            self._is_replay = True
+            self._is_unread = self.may_skip_combine and self._layout.is_layers_own
             return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
         if not is_traced:  # what to expect is what this layer had last time, not the one before it
             of_buffer.last_counts = self._last_counts
@@ -334,7 +334,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             self._layout.handle = received.handle
         return received
 
-    def _recognize_replay(self, hidden_states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _recognize_replay(self, weights: torch.Tensor) -> torch.Tensor:
         """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All that decides is
         the same on all ranks, as a rank that asked for counts would wait in vain for those that do not.
 
@@ -346,11 +346,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self._replays is None or not is_even or torch.compiler.is_compiling():
             return weights
         assert self.topk_idx is not None
-        if not torch.is_grad_enabled():
-            self._layout = self._replays.note(hidden_states, self.topk_idx)
-            return weights
-        self._layout = self._replays.take(hidden_states)
-        if self._layout is None:
+        self._layout = self._replays.layout(self.topk_idx)
+        if self._layout is None or self._layout.handle is None:
             return weights
         return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
 

@@ -1,17 +1,20 @@
-"""Under recompute_modules=["moe"] a layer's backward pass begins with a replay of its forward pass: what that has found
-out, the replay need not ask for again, and nobody reads what it would combine.
+"""Recompute of activations: a layer's backward pass begins with a replay of its forward pass. What that has found out,
+the replay need not ask for again; and if Megatron replays the layer alone, nobody reads what it would combine.
 
-A replay is known by its input: the checkpoint has kept the same memory for it.
+A replay is known by the checkpoint that has it run: a `torch.autograd.Function` of Megatron's, Transformer Engine's or
+torch's own, whose ctx is the same in the forward and the backward pass and lives as long as a replay may come.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.function import FunctionCtx
 
 import megatron_ep as ep
 from megatron_ep.normal.autograd import CombineFunction, WeightedCombineFunction
@@ -19,34 +22,44 @@ from megatron_ep.normal.autograd import CombineFunction, WeightedCombineFunction
 
 @dataclass
 class Layout:
-    """Layout of a forward pass without gradients. topk_idx: int64 [T, K * TP]; handle: once it has dispatched."""
+    """Layout of a forward pass that may be replayed.
+
+    topk_idx: int64 [T, K * TP]. handle: once the pass has dispatched. is_layers_own: whether the checkpoint is that of
+        the layer, which returns what is combined, not one around it.
+    """
 
     topk_idx: torch.Tensor
+    is_layers_own: bool
     handle: ep.Handle | None = None
 
 
 class Replays:
-    """The layouts of a layer's forward passes whose replay may come, as long as their inputs are kept."""
+    """The layouts of a layer's forward passes whose replay may come."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[StorageWeakRef, int, torch.Size], Layout | None] = {}
+        self._layouts: WeakKeyDictionary[FunctionCtx, list[Layout]] = WeakKeyDictionary()
 
-    def note(self, x: torch.Tensor, topk_idx: torch.Tensor) -> Layout:
-        """Creates the layout for the forward pass of x, which then fills in the handle."""
-        for key in [key for key in self._layouts if key[0].expired()]:
-            del self._layouts[key]
-        layout, key = Layout(topk_idx), _memory(x)
-        # If the same memory comes twice before a replay, it is unknown which of the two is repeated.
-        self._layouts[key] = None if key in self._layouts else layout
-        return layout
+    def layout(self, topk_idx: torch.Tensor) -> Layout | None:
+        """Returns in a checkpoint's forward pass a layout to be filled in, in the replay the same one, elsewhere None.
 
-    def take(self, x: torch.Tensor) -> Layout | None:
-        """Returns the layout of the forward pass that this pass of x repeats, if there is one."""
-        return self._layouts.pop(_memory(x), None)
-
-
-def _memory(x: torch.Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
-    return StorageWeakRef(x.untyped_storage()), int(x.storage_offset()), x.shape
+        A checkpoint that calls the layer more than once replays these calls in the same order.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        is_layers_own = True
+        while frame is not None:
+            if frame.f_code.co_name in ("forward", "backward"):
+                ctx = frame.f_locals.get("ctx")
+                if isinstance(ctx, FunctionCtx):
+                    break
+                is_layers_own = False
+            frame = frame.f_back
+        else:
+            return None
+        layouts = self._layouts.setdefault(ctx, [])
+        if frame.f_code.co_name == "backward":
+            return layouts.pop(0) if layouts else None
+        layouts.append(Layout(topk_idx, is_layers_own))
+        return layouts[-1]
 
 
 def unread_combine(x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | None) -> torch.Tensor:
@@ -73,8 +86,3 @@ class _UnreadWeighted(WeightedCombineFunction):
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
         return _nothing(handle, tensors[0])
-
-
-def recomputes(config: TransformerConfig) -> bool:
-    """Whether the config has Megatron replay its MoE layers, and them alone."""
-    return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
