@@ -10,6 +10,7 @@ import torch
 
 from megatron_ep.bench.local_ranks import LocalRanks
 
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out

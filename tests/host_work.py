@@ -2,7 +2,7 @@
 
     python tests/host_work.py [--processes N] [CHECKOUT ...]
 
-The calls of `megatron-ep bench host` whose launches launch nothing, on tensors without memory; streams are stand-ins.
+The calls of `tests/bench/run.py host` whose launches launch nothing, on tensors without memory; streams are stand-ins.
 Beside this checkout others, such as one of an earlier commit, each with its extension built in place: processes of each
 take turns. Prints microseconds of a call: a process's is that which a tenth of its rounds take at most, and of the
 processes the median.
@@ -61,7 +61,7 @@ def measure(rounds: int) -> dict[str, float]:
     from megatron_ep.buffer import low_latency as backends
     from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
 
-    host = SimpleNamespace(**runpy.run_path(str(ROOT / "megatron_ep" / "bench" / "host.py")))
+    host = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "bench" / "host_calls.py")))
 
     def connect(group: Any, max_tokens: int, largest: Any, mask_timeout: None) -> tuple[Any, ...]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}

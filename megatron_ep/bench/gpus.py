@@ -8,8 +8,7 @@ A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besi
 "(kernels)", while a kernel of the call runs, by torch's profiler; with --graphs "(graph)", in a CUDA graph of many
 calls, where the GPU waits for no host: what few tokens take (of many, a combine there makes no sums beside its
 exchange). "host_waits": the host waits for the counts, which are those of the dispatch before; "wrong_guess": half as
-many rows were expected. Where the host carries what goes between nodes (tcp, verbs, ibgda), "thread %": what its thread
-took of a core meanwhile, on the rank where that was most.
+many rows were expected.
 T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
 go to, which is what an expert-parallel dispatch must move at least; "there and back" both ways. All-to-all moves a row
 for each expert. bf16, but for "dispatch fp8": rows that are fp8 already, and their scales.
@@ -33,8 +32,7 @@ from megatron_ep.bench.arguments import positive, require_topk
 from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
-from megatron_ep.bench.network_thread import NetworkThread
-from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
+from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import (
     GRAPH_CALLS,
     Step,
@@ -46,11 +44,9 @@ from megatron_ep.bench.timing import (
     time_rounds,
 )
 from megatron_ep.buffer.any_buffer import rank_group_of
-from megatron_ep.fabrics import choice
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
-THREAD: Columns = {"thread %": lambda record: f"{100 * record['network_thread']:.0f}"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     for same in zip(*by_rank, strict=True):
         by_case.setdefault(same[0].case, []).append(slowest(same))
     for case, records in by_case.items():
-        columns = WHAT | PERCENTILES | RATE | (THREAD if "network_thread" in records[0] else {})
+        columns = WHAT | PERCENTILES | RATE
         report.add(f"{case}: the slowest rank, its tokens counted once for each rank that they go to", records, columns)
     return 0
 
@@ -136,7 +132,6 @@ class Measured:
     seconds: list[float]  # of each round
     size: int  # bytes
     settings: dict[str, Any]
-    network_thread: float | None = None  # share of a core that the host's thread took, if the host carries the bytes
 
 
 def measure(
@@ -158,7 +153,7 @@ def _measure(
     sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
     measured = []
 
-    def run(case: str, steps: Steps, *, by_host: bool = False, **settings: Any) -> None:
+    def run(case: str, steps: Steps, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
             size = size_of(phase, tokens.distinct_rows, cases[0].hidden)
             ways: dict[str, Callable[[int, int], list[float]]] = {
@@ -170,10 +165,8 @@ def _measure(
             if graphs and implementation in IN_GRAPHS:
                 ways[" (graph)"] = partial(_seconds_in_graph, step)
             for way, seconds_of in ways.items():
-                thread = NetworkThread() if by_host else None
                 seconds = seconds_of(warmup, iterations)
-                share = None if thread is None else thread.share()
-                measured.append(Measured(case, phase + way, implementation, seconds, size, settings, share))
+                measured.append(Measured(case, phase + way, implementation, seconds, size, settings))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
@@ -201,8 +194,7 @@ def _measure(
     for case in cases:
         topology = ep.Topology(case.nodes, case.ranks_per_node)
         with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
-            by_host = buffer.fabric in choice.OF_HOST
-            run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
+            run(str(case), _steps(tokens, buffer, expected), **asdict(case))
             buffer.synchronize()
     return measured
 
@@ -275,14 +267,11 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
 
 
 def slowest(same: Sequence[Measured]) -> Record:
-    """The record of one thing that every rank timed: each round's slowest rank, what a rank moves on average, and the
-    most that a thread took."""
+    """The record of one thing that every rank timed: each round's slowest rank, and what a rank moves on average."""
     first = same[0]
     seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
     size = fmean(measured.size for measured in same)
-    shares = [measured.network_thread for measured in same if measured.network_thread is not None]
-    thread = {"network_thread": max(shares)} if shares else {}
-    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings, **thread)
+    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
 
 
 if __name__ == "__main__":

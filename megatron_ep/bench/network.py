@@ -1,22 +1,19 @@
 """`megatron-ep bench network`: host ranks of several machines, under torchrun or in a Slurm job step.
 
-In one run, in turns: dispatch and combine as in `megatron-ep bench`, beside Megatron's all-to-all over gloo; the bytes
-that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes in puts
-of 64 KiB with signals and credits, over one connection ("puts") and over several ("puts_2_stripes", "puts_4_stripes").
-A rank's bytes are those that it sends to ranks of other nodes, on average: a token once for each node that it goes to.
-Then half a round trip of a put and its signal beside a plain message of the same size, and what a rank's thread for the
-network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
+In one run, in turns: dispatch and combine as in `megatron-ep bench`, Megatron's all-to-all over gloo, and the bytes
+that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"). A rank's bytes are those
+that it sends to ranks of other nodes, on average: a token once for each node that it goes to. T tokens on this rank, H
+hidden, E experts, top-k K.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
 
@@ -24,30 +21,14 @@ import torch
 
 from megatron_ep import megatron as megatron_side
 from megatron_ep.bench import layer
-from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, require_topk, seconds
+from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, require_topk, seconds
 from megatron_ep.bench.job_ranks import JobRanks
-from megatron_ep.bench.network_thread import NetworkThread
-from megatron_ep.bench.plain_tcp import PlainTcp
-from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
+from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Report, relative
 from megatron_ep.config import Topology
-from megatron_ep.fabrics.network_trial import MAX_PUT_BYTES, NetworkTrial
-from megatron_ep.fabrics.tcp import MAX_STRIPES
+from megatron_ep.errors import EPError
+from megatron_ep.fabrics import tcp
 from megatron_ep.meeting import job, nodes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-
-IDLE_S = 2.0  # that nobody sends
-SEVERAL = (2, MAX_STRIPES)  # connections, beside one
-PINGS = 1000  # of a round
-Halves = dict[str, dict[int, list[float]]]  # seconds by implementation and size
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a rank timed."""
-
-    layer: layer.Measured
-    halves: Halves  # of the rank that begins
-    idle: float  # seconds of a core in a second
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,9 +55,7 @@ def main(argv: Sequence[str]) -> int:
         sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
         for dtype in arguments.dtype:
             case = layer.Case(topology.nodes, topology.ranks_per_node, dtype, *sizes)
-            by_rank = ranks.run(
-                measure, case, ranks.machines, arguments.warmup, arguments.iters, arguments.size, arguments.timeout
-            )
+            by_rank = ranks.run(measure, case, arguments.warmup, arguments.iters, arguments.timeout)
             add(report, case, by_rank)
     return 0
 
@@ -86,57 +65,75 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_tokens(parser)
     add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=layer.DTYPES, default=["bf16"], help="(bf16)")
-    parser.add_argument(
-        "--size", nargs="+", type=positive, default=[8, 1024, 16384], help="bytes of round trips (%(default)s)"
-    )
     add_rounds(parser, warmup=2, iters=5)
     parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of a wait (%(default)s s)")
     arguments = parser.parse_args(argv)
     require_topk(parser, arguments)
-    if max(arguments.size) > MAX_PUT_BYTES:
-        parser.error(f"--size {max(arguments.size)} is over {MAX_PUT_BYTES}")
     return arguments
 
 
-def measure(
-    case: layer.Case, machines: Sequence[str], warmup: int, iterations: int, sizes: Sequence[int], timeout: float
-) -> Measured:
-    """Runs on every rank of a gloo world. sizes: bytes of round trips. timeout: of a wait, seconds."""
+def measure(case: layer.Case, warmup: int, iterations: int, timeout: float) -> layer.Measured:
+    """Runs on every rank of a gloo world. timeout: of a wait, seconds."""
     topology = Topology(case.nodes, case.ranks_per_node)
     rendezvous = StoreRendezvous(None, timedelta(seconds=timeout))
     rank, world = rendezvous.rank, rendezvous.world_size
     to, source = (rank + topology.ranks_per_node) % world, (rank - topology.ranks_per_node) % world
     size = round(fmean(rendezvous.gather(_crossing_bytes(case, topology, rank))))
-    join = functools.partial(NetworkTrial, rendezvous, machines, channels=MAX_STRIPES)
-    with join(stripes=1) as trial:
-        with contextlib.ExitStack() as stack, PlainTcp(rendezvous, to, source) as plain:
-            trials = {1: trial} | {stripes: stack.enter_context(join(stripes=stripes)) for stripes in SEVERAL}
-            others = {"plain_tcp": _there_and_back(lambda: plain.stream(size))}
-            of_channel = -(-size // MAX_STRIPES)
-            for stripes, striped in trials.items():
-                step = functools.partial(striped.exchange, [to], [source], of_channel, timeout)
-                others["puts" if stripes == 1 else f"puts_{stripes}_stripes"] = _there_and_back(step)
-            timed = layer.measure(case, megatron_side.is_installed(), warmup, iterations, others)
-        pair = {0: topology.ranks_per_node, topology.ranks_per_node: 0}  # those that exchange messages
-        with PlainTcp(rendezvous, pair.get(rank), pair.get(rank)) as plain:
-            halves: Halves = {"puts": {}, "plain_tcp": {}}
-            for message in sizes:
-                for name, of_size in halves.items():
-                    rendezvous.barrier()
-                    if rank not in pair:
-                        continue
-                    rounds, begins = (warmup + iterations) * PINGS, rank == 0
-                    if name == "puts":
-                        found = trial.ping(pair[rank], begins=begins, size=message, rounds=rounds, timeout=timeout)
-                    else:
-                        found = plain.ping(message, rounds, begins=begins)
-                    of_size[message] = found[warmup * PINGS :]
-        rendezvous.barrier()
-        thread = NetworkThread()
-        time.sleep(IDLE_S)
-        idle = thread.share()
-        rendezvous.barrier()
-    return Measured(layer.Measured(size, timed.seconds), halves, idle)
+    with PlainTcp(rendezvous, to, source) as plain:
+
+        def run_dispatch() -> torch.Tensor:
+            plain.exchange(size)
+            return torch.empty(0)
+
+        def run_combine(rows: torch.Tensor) -> torch.Tensor:
+            plain.exchange(size)
+            return rows
+
+        others = {"plain_tcp": (run_dispatch, run_combine)}
+        timed = layer.measure(case, megatron_side.is_installed(), warmup, iterations, others)
+    return layer.Measured(size, timed.seconds)
+
+
+class PlainTcp:
+    """A connection to the rank `to` and one from the rank `source`, which does nothing but carry bytes: what a network
+    gives to a program. Collective: each rank is the source of the one that it sends to. A context manager."""
+
+    def __init__(self, rendezvous: StoreRendezvous, to: int, source: int) -> None:
+        limit = rendezvous.timeout.total_seconds()
+        with tcp.listen() as listener, contextlib.ExitStack() as made:
+            address, port = listener.getsockname()[:2]
+            addresses = rendezvous.gather((address, port), kind=tuple[str, int])
+            listener.settimeout(limit)
+            self._out = made.enter_context(socket.create_connection(addresses[to], limit))
+            self._in = made.enter_context(listener.accept()[0])
+            self._in.settimeout(limit)
+            self._stack = made.pop_all()
+        self._source = source
+
+    def exchange(self, size: int) -> None:
+        """Sends and receives `size` bytes at once. Raises EPError when the source has closed its connection."""
+        sent, received = memoryview(bytearray(1 << 20)), memoryview(bytearray(1 << 20))
+
+        def send() -> None:
+            left = size
+            while left:
+                left -= self._out.send(sent[:left])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        left = size
+        while left:
+            got = self._in.recv_into(received[:left])
+            if not got:
+                raise EPError(f"rank {self._source} closed its connection")
+            left -= got
+        sender.join()
+
+    def __enter__(self) -> PlainTcp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:
@@ -147,33 +144,10 @@ def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:
     return rows * x.shape[1] * x.itemsize
 
 
-def _there_and_back(step: Callable[[], object]) -> layer.Steps:
-    """Returns the step for the bytes of dispatch and for those of combine."""
-
-    def run_dispatch() -> torch.Tensor:
-        step()
-        return torch.empty(0)
-
-    def run_combine(rows: torch.Tensor) -> torch.Tensor:
-        step()
-        return rows
-
-    return run_dispatch, run_combine
-
-
-def add(report: Report, case: layer.Case, by_rank: Sequence[Measured]) -> None:
-    records = layer.records_of(case, [rank.layer for rank in by_rank])
+def add(report: Report, case: layer.Case, by_rank: Sequence[layer.Measured]) -> None:
+    records = layer.records_of(case, by_rank)
     title = f"{case}: a rank sends {records[0]['bytes'] / 1e6:.1f} MB to other nodes"
     report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
-    pings: list[Record] = [
-        make_record(case, f"{size} bytes", name, found, size)
-        for size in by_rank[0].halves["puts"]
-        for name, found in ((name, of_size[size]) for name, of_size in by_rank[0].halves.items())
-    ]
-    report.add("half a round trip", pings, WHAT | PERCENTILES | relative("/ plain", "plain_tcp", pings))
-    idle = max(rank.idle for rank in by_rank)
-    report.say(f"\nwhile nothing is sent, a rank's network thread takes {100 * idle:.2f} % of a core")
-    report.keep([make_record(case, "idle", "thread", [rank.idle for rank in by_rank], 0)])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megatron_ep.sequences.plan import SequencePlan
 
 def sms_for_sequences(device: torch.device) -> int | None:
     """`Config.num_sms` for a buffer that carries sequences alone: half of a GPU, because nothing else runs while they
-    move. Two H100, 24 and 64 of 132 SMs: 4.6 and 2.8 ms (`megatron-ep bench sequences`)."""
+    move. Two H100, 24 and 64 of 132 SMs: 4.6 and 2.8 ms (`tests/bench/run.py sequences`)."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2

@@ -1,16 +1,16 @@
-"""`megatron-ep bench sequences`: what it measures, on the host. Nothing here judges a time."""
+"""`tests/bench/run.py sequences`: what it measures, on the host. Nothing here judges a time."""
 
 import json
 import sys
 import types
 
+import bench_sequences as sequences
 import pytest
+import run
 import torch
+from sequence_baselines import attention_of
+from sequence_case import Case, crossings_of, draw_documents, plans_of
 
-from megatron_ep.bench import main as bench
-from megatron_ep.bench import sequences
-from megatron_ep.bench.sequence_baselines import attention_of
-from megatron_ep.bench.sequence_case import Case, crossings_of, draw_documents, plans_of
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.planner import bytes_between
 
@@ -25,7 +25,7 @@ def test_records(tmp_path, capsys, dtype):
     """The ranks compare what is timed with each other, so that the same work is."""
     file, world = tmp_path / "bench.json", 3
     arguments = ["sequences", *SIZES, *HEADS, *ROUNDS, "--ranks", str(world), "--dtype", dtype, "--json", str(file)]
-    assert bench.main(arguments) == 0
+    assert run.main(arguments) == 0
     records = {(r["phase"], r["implementation"]): r for r in json.loads(file.read_text())["records"]}
     ways = ("dispatch", "return", "both", "both + gradients")
     assert set(records) == {
@@ -117,7 +117,7 @@ def test_attention_of_a_gpu(layout, kernel, monkeypatch):
     ],
 )
 def test_sizes_that_do_not_fit(arguments, message, capsys):
-    assert bench.main(["sequences", *SIZES, *arguments]) == 2
+    assert run.main(["sequences", *SIZES, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -131,6 +131,6 @@ def test_sizes_that_do_not_fit(arguments, message, capsys):
 )
 def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        bench.main(["sequences", *SIZES, *arguments])
+        run.main(["sequences", *SIZES, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+import run
 
-from megatron_ep.bench import main as bench
 from megatron_ep.bench.report import make_record
 
 STEADY = [0.010, 0.010, 0.011]
@@ -30,14 +30,14 @@ def write(path, machine="a", **seconds):
 )
 def test_what_counts(tmp_path, capsys, before, after, status, says):
     files = [write(tmp_path / "a.json", dispatch=before), write(tmp_path / "b.json", dispatch=after)]
-    assert bench.main(["compare", *files]) == status
+    assert run.main(["compare", *files]) == status
     [row] = [line.split() for line in capsys.readouterr().out.splitlines() if "dispatch" in line]
     assert row[6:] == ([says] if says else [])
 
 
 def test_what_only_one_file_has(tmp_path, capsys):
     files = [write(tmp_path / "a.json", dispatch=STEADY), write(tmp_path / "b.json", "b", combine=STEADY)]
-    assert bench.main(["compare", *files]) == 0
+    assert run.main(["compare", *files]) == 0
     said = capsys.readouterr().out
     assert f"only in {files[0]}: 2x2, dispatch, ours" in said and f"only in {files[1]}: 2x2, combine, ours" in said
     assert "different machines" in said and "0 of 0 slower" in said
@@ -47,6 +47,6 @@ def test_what_only_one_file_has(tmp_path, capsys):
 def test_a_file_of_something_else(tmp_path, capsys, text):
     other = tmp_path / "b.json"
     other.write_text(text)
-    assert bench.main(["compare", write(tmp_path / "a.json"), str(other)]) == 2
+    assert run.main(["compare", write(tmp_path / "a.json"), str(other)]) == 2
     assert f"{other} is no file of a benchmark's --json" in capsys.readouterr().err
-    assert bench.main(["compare", str(tmp_path / "missing"), str(other)]) == 2
+    assert run.main(["compare", str(tmp_path / "missing"), str(other)]) == 2

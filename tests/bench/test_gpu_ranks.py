@@ -15,7 +15,7 @@ PROGRAM = """
 import os, sys
 from unittest import mock
 import torch
-from megatron_ep.buffer import cuda
+from megatron_ep.fabrics import gpu
 from megatron_ep.meeting import nodes
 from megatron_ep.bench import gpus, low_latency
 from megatron_ep.bench.job_ranks import own_gpu
@@ -33,9 +33,8 @@ def check_device(device):
     return torch.device("cuda", 0)
 
 def measure_gpus(loads, warmup, iterations, kernels, graphs):
-    gpu = uuid(f"cuda:{own_gpu()}")
-    share = None if "FABRIC" not in os.environ else 0.5 + 0.12 * int(os.environ["RANK"])
-    return [gpus.Measured(str(case), gpu, "ours", [1.0], 1, {}, share) for cases in loads for case in cases]
+    own = uuid(f"cuda:{own_gpu()}")
+    return [gpus.Measured(str(case), own, "ours", [1.0], 1, {}) for cases in loads for case in cases]
 
 def measure_low_latency(cases, warmup, iterations):
     return [[low_latency.Measured(uuid(f"cuda:{own_gpu()}"), "ours", [1.0], 1)] for _ in cases]
@@ -43,10 +42,10 @@ def measure_low_latency(cases, warmup, iterations):
 with (
     mock.patch.object(torch.cuda, "device_count", lambda: len(seen)),
     mock.patch.object(torch.cuda, "set_device"),
-    mock.patch.object(cuda, "uuid", uuid),
-    mock.patch.object(cuda, "pci_address", lambda _: None),
-    mock.patch.object(cuda, "check_device", check_device),
-    mock.patch.object(cuda, "num_sms", lambda *_: 24),
+    mock.patch.object(gpu, "uuid", uuid),
+    mock.patch.object(gpu, "pci_address", lambda _: None),
+    mock.patch.object(gpu, "check_device", check_device),
+    mock.patch.object(gpu, "num_sms", lambda *_: 24),
     mock.patch.object(nodes, "nvlink_domain", lambda _: None),
     mock.patch.object(env, "collect", dict),  # takes seconds
     mock.patch.object(env, "headline", str),
@@ -90,13 +89,6 @@ def test_nodes_of_a_job_are_those_of_a_buffer_unless_told_otherwise(bench):
     assert records[0]["case"].startswith("2x2 ")
     _, records = bench("ab/ab", "low-latency", *SIZES, MEGATRON_EP_RANKS_PER_NODE="1")
     assert records[0]["case"].startswith("2 GPUs of 2 nodes ")
-
-
-def test_where_the_host_carries_the_bytes_its_busiest_thread_is_told(bench):
-    ((_, text), _), [record] = bench("ab/ab", "gpus", *SIZES)
-    assert "thread %" not in text and "network_thread" not in record
-    ((_, text), _), [record] = bench("ab/ab", "gpus", *SIZES, FABRIC="of the host")
-    assert "thread %" in text and record["network_thread"] == 0.62 and text.rstrip().endswith(" 62"), text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""`megatron-ep bench host` without a GPU: which calls it times. Nothing here judges a time."""
+"""`run.py host` without a GPU: which calls it times. Nothing here judges a time."""
 
+import bench_host as host
+import host_calls
 import pytest
 import torch.distributed as dist
-
-from megatron_ep.bench import host
 
 
 @pytest.fixture
@@ -14,6 +14,7 @@ def alone():
 
 
 def test_every_call_of_both_modes_is_timed(alone, monkeypatch) -> None:
+    monkeypatch.setattr(host_calls, "HIDDEN", 64)
     monkeypatch.setattr(host, "HIDDEN", 64)
     records = host.measure("cpu", num_sms=1, warmup=1, iterations=2)
     ours, v1, v2 = [
@@ -36,5 +37,5 @@ def test_every_call_of_both_modes_is_timed(alone, monkeypatch) -> None:
 
 def test_it_needs_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="megatron-ep bench host"):
+    with pytest.raises(SystemExit, match=r"run\.py host"):
         host.main([])

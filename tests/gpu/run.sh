@@ -96,15 +96,15 @@ step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py tests/gpu/test_gpu_compile.py'
 step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'
-step gate 60 "$PYTHON" -m megatron_ep.bench.router --device cuda --tokens 1 4096 --json "$OUT/router.json"
-step bench 90 "$PYTHON" -m megatron_ep.bench.cuda --json "$OUT/bench.json"
+step gate 60 "$PYTHON" tests/bench/run.py router --device cuda --tokens 1 4096 --json "$OUT/router.json"
+step bench 90 "$PYTHON" tests/bench/run.py cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py tests/gpu/test_gpu_low_latency_masks.py'
 step low_latency_bench 90 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
     step fabrics 270 bash -c 'test_with tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency_fabrics.py'
     step gpus_bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
-    step sequences_bench 90 "$PYTHON" -m megatron_ep.bench.sequences --json "$OUT/sequences.json"
+    step sequences_bench 90 "$PYTHON" tests/bench/run.py sequences --json "$OUT/sequences.json"
 fi
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
     step train 90 "$PYTHON" -m megatron_ep.cli.main train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
@@ -120,5 +120,5 @@ else
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" -m megatron_ep.bench.cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
+step tune 60 "$PYTHON" tests/bench/run.py cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
 exit $failed

@@ -7,16 +7,11 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from megatron_ep import megatron as megatron_side
-from megatron_ep.bench import layer, network
 from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.bench.report import Report
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import tcp
 from megatron_ep.fabrics.network_trial import NetworkTrial
-from megatron_ep.meeting import processes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 W = 3
@@ -117,31 +112,3 @@ def test_a_connection_that_breaks_is_named(ranks, last):
     blamed = {f"the connection to rank {rank} broke" for rank in (range(W) if last else [2])}
     for text in ranks.run(run_with_one_that_breaks, last)[:-1]:
         assert text in blamed
-
-
-def run_bench() -> network.Measured:
-    case = layer.Case(W, 1, "bf16", tokens=40, hidden=16, topk=2, experts=6)
-    with mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank()}"):
-        return network.measure(case, ["a", "b", "c"], warmup=1, iterations=2, sizes=[8], timeout=100.0)
-
-
-@pytest.mark.skipif(not megatron_side.is_installed(), reason="megatron-core is not installed")
-def test_the_benchmark(ranks, tmp_path, capsys):
-    by_rank = ranks.run(run_bench)
-    for measured in by_rank:
-        assert 0 < measured.layer.size <= 40 * 2 * 16 * 2, "a token once for each other node that it goes to"
-        assert 0 < measured.idle < 0.5, "the thread sleeps"
-    report = Report(tmp_path / "bench.json")
-    network.add(report, layer.Case(W, 1, "bf16", 40, 16, 2, 6), by_rank)
-    text = capsys.readouterr().out
-    for name in (
-        "ours",
-        "megatron_alltoall",
-        "plain_tcp",
-        "puts",
-        "puts_4_stripes",
-        "half a round trip",
-        "while nothing is sent",
-    ):
-        assert name in text
-    assert {"8 bytes", "idle", "dispatch"} <= {record["phase"] for record in report.records}

@@ -3,8 +3,8 @@ measured is predicted."""
 
 import pytest
 from ideal_machine import ideal
+from sequence_case import draw_documents
 
-from megatron_ep.bench.sequence_case import draw_documents
 from megatron_ep.config import Topology
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance, cut_evenly
@@ -67,7 +67,7 @@ def test_a_saturated_link():
 
 
 def test_what_two_gpus_took():
-    """`megatron-ep bench sequences`, two H100, 64 SMs (tests/gpu/RESULTS.md). No constant was fitted to it."""
+    """`tests/bench/run.py sequences`, two H100, 64 SMs (tests/gpu/RESULTS.md). No constant was fitted to it."""
     documents = draw_documents(1 << 16, 1 << 10, 1 << 16, 2, seed=0)
     at_home, document = [], 0
     for rank, lengths in enumerate(documents):

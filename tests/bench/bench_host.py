@@ -1,4 +1,4 @@
-"""`megatron-ep bench host`: what the host does for a call that is launched on a GPU, by its own clock.
+"""`tests/bench/run.py host`: what the host does for a call that is launched on a GPU, by its own clock.
 
 One rank, which sends to itself; the GPU is idle before each round of calls, and has not finished when the host has.
 T tokens, H hidden, K choices of a token, E experts, bf16. Calls by DeepEP's names take turns with ours of the same
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_calls import EXPERTS, HIDDEN, TOKENS, TOPK, Call, Inputs, calls_of
 
 import megatron_ep as ep
 from megatron_ep import deep_ep
@@ -23,20 +24,17 @@ from megatron_ep.bench.gpu_case import require_gpu
 from megatron_ep.bench.report import WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
 
-Call = Callable[[], Any]
-
 CALLS = 10  # of a round, in a row: fewer than a buffer lets the host be ahead of the GPU
-TOKENS, HIDDEN, TOPK, EXPERTS = 128, 7168, 8, 64
 CASE = f"T={TOKENS} H={HIDDEN} K={TOPK} E={EXPERTS}"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
-    parser = argparse.ArgumentParser("megatron-ep bench host", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser("run.py host", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--num-sms", type=positive, default=24, metavar="N", help="(%(default)s)")
     add_rounds(parser, warmup=20, iters=200)
     arguments = parser.parse_args(argv)
-    require_gpu("megatron-ep bench host")
+    require_gpu("run.py host")
     report = Report(arguments.json)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -71,45 +69,6 @@ def _timer(call: Call, buffer: ep.Buffer) -> Timer:
             call()
 
     return host_timer(calls, before=buffer.synchronize)
-
-
-class Inputs:
-    def __init__(self, device: torch.device):
-        self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
-        self.weights, self.ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOPK, dim=1)
-
-
-def calls_of(given: Inputs, buffer: ep.Buffer) -> dict[str, Call]:
-    x, ids, weights = given.x, given.ids, given.weights
-    low_latency = ep.LowLatency(buffer, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK)
-    received = low_latency.dispatch(x, ids, weights)
-    rows, handle = received.x, received.handle
-
-    def dispatch(layout: str) -> ep.Received:
-        return ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
-
-    normal, flat = dispatch("grouped"), dispatch("flat")
-
-    def dispatch_hook() -> None:
-        _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
-        hook()
-
-    def combine_hook() -> None:
-        _, hook = low_latency.combine(rows, handle, weights, return_recv_hook=True)
-        hook()
-
-    return {
-        "low-latency dispatch": lambda: low_latency.dispatch(x, ids),
-        "low-latency combine": lambda: low_latency.combine(rows, handle, weights),
-        "low-latency dispatch, hook": dispatch_hook,
-        "low-latency combine, hook": combine_hook,
-        "dispatch from scratch": lambda: dispatch("grouped"),
-        "dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=normal.handle),
-        "combine": lambda: ep.combine(normal.x, normal.handle),
-        "flat dispatch from scratch": lambda: dispatch("flat"),
-        "flat dispatch again": lambda: ep.dispatch(x, handle=flat.handle),
-        "flat combine": lambda: ep.combine(flat.x, flat.handle),
-    }
 
 
 def _calls_of_buffer(given: Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
@@ -176,9 +135,3 @@ def _calls_of_elastic_buffer(given: Inputs, num_sms: int, stack: ExitStack) -> d
 
 def _microseconds(key: str) -> Callable[[Record], str]:
     return lambda record: f"{record[key] * 1e6:.1f}"
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What `megatron-ep bench sequences` measures: documents, where they are at home, and who computes their attention.
+"""What `tests/bench/run.py sequences` measures: documents, where they are at home, and who computes their attention.
 
 W ranks. At home a rank has whole documents, and equally many tokens as every other.
 """

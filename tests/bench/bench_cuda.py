@@ -1,4 +1,4 @@
-"""`megatron-ep bench cuda`: dispatch and combine of all ranks of a LocalCluster on one GPU, by CUDA events.
+"""`tests/bench/run.py cuda`: dispatch and combine of all ranks of a LocalCluster on one GPU, by CUDA events.
 
 Beside them, in the same run: a device-to-device copy of the bytes that dispatch writes, torch moving the same rows with
 `index_select` and `index_add_`, and Megatron-Core's unfused permute and unpermute where it is installed. T tokens of a
@@ -8,15 +8,14 @@ rank, H hidden, K choices of a token, E experts, R rows received.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from types import ModuleType
 from typing import Any
 
 import torch
 
 import megatron_ep as ep
+from megatron_ep import megatron as megatron_side
 from megatron_ep.bench.arguments import require_topk, shape
 from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
@@ -45,9 +44,9 @@ class Tokens:
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    require_gpu("megatron-ep bench cuda")
+    require_gpu("run.py cuda")
     report = Report(arguments.json)
-    if _megatron() is None:
+    if not megatron_side.is_installed():
         report.say("\nmegatron.core is not installed: its permute and unpermute are left out")
     failed = False
     on_gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -68,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("megatron-ep bench cuda", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser("run.py cuda", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--topology", nargs="+", type=shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
     )
@@ -84,15 +83,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _of_copy(records: Sequence[Record]) -> Columns:
     copy = next(record for record in records if record["implementation"] == "copy")["gigabytes_per_second"]
     return {"of copy": lambda record: f"{record['gigabytes_per_second'] / copy:.0%}"}
-
-
-def _megatron() -> ModuleType | None:
-    try:
-        return importlib.import_module("megatron_ep.megatron.permute")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "megatron":
-            raise
-        return None
 
 
 def measure(case: Case, warmup: int, iterations: int) -> list[Record]:
@@ -142,14 +132,23 @@ def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster, warmup: int, 
         ("combine bf16", "ours"): (lambda: ep.combine(rows, handle), moved),
         ("combine bf16", "torch_index_add"): (torch_combine, moved),
     }
-    megatron = _megatron()
-    if megatron is not None:
-        permutation = megatron.Permutation(tokens.ids.flatten(0, 1), tokens.weights.flatten(0, 1), case.experts)
-        permuted, token_of_row = permutation.permute(flat)
+    if megatron_side.is_installed():
+        from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+        routing_map = torch.zeros(len(flat), case.experts, dtype=torch.bool, device="cuda")
+        routing_map.scatter_(1, tokens.ids.flatten(0, 1), True)
+        probs = torch.zeros(len(flat), case.experts, device="cuda")
+        probs.scatter_(1, tokens.ids.flatten(0, 1), tokens.weights.flatten(0, 1))  # they travel too, as in training
+
+        def megatron_permute() -> tuple[torch.Tensor, torch.Tensor]:
+            permuted, _, token_of_row, *_ = permute(flat, routing_map, probs=probs, num_out_tokens=len(source))
+            return permuted, token_of_row
+
+        permuted, token_of_row = megatron_permute()
         assert torch.equal(permuted, source), f"{case}: Megatron's permute groups the rows in another way"
         del permuted
-        steps["dispatch bf16", "megatron_permute"] = (lambda: permutation.permute(flat), moved)
-        steps["combine bf16", "megatron_unpermute"] = (lambda: permutation.unpermute(source, token_of_row), moved)
+        steps["dispatch bf16", "megatron_permute"] = (megatron_permute, moved)
+        steps["combine bf16", "megatron_unpermute"] = (lambda: unpermute(source, token_of_row, flat.shape), moved)
     if max(tokens.rows) * case.world_size * row_bytes > torch.cuda.mem_get_info()[0] / 2:
         del steps["dispatch bf16", "ours_with_counts"]
     records = []
@@ -158,9 +157,3 @@ def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster, warmup: int, 
         cluster.synchronize()
         records.append(make_record(case, phase, implementation, seconds, size, **asdict(case)))
     return records
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

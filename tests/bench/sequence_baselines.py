@@ -1,4 +1,4 @@
-"""What `megatron-ep bench sequences` measures beside the dispatcher: the same rows by torch.distributed's all-to-all,
+"""What `tests/bench/run.py sequences` measures beside the dispatcher: the same rows by torch.distributed's all-to-all,
 and attention of the rows that a rank then has."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sequence_case import DTYPES, Case
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_ep.bench.sequence_case import DTYPES, Case
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.plan import Moves, RankTables, SequencePlan, Shard
 

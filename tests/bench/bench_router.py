@@ -1,4 +1,4 @@
-"""`megatron-ep bench router`: the fused gate beside Megatron's unfused function and its torch.compile, in one run.
+"""`tests/bench/run.py router`: the fused gate beside Megatron's unfused function and its torch.compile, in one run.
 
 All take the same logits, in turns. `ours` computes what our dispatcher takes (ids, weights, counts), `ours_dense` also
 what Megatron's interface wants (probs and map [T, E]), as `megatron` and `compiled` do. T tokens, E experts, K choices
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "megatron-ep bench router",
+        "run.py router",
         description="Times sigmoid routing with expert bias, groups, renormalisation and scaling in fp32.",
     )
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 128, 4096, 40000], metavar="T")
@@ -172,9 +172,3 @@ def _bytes(name: str, phase: str, tokens: int, arguments: argparse.Namespace) ->
     outputs = tokens * arguments.topk * (8 + 4) if name == "ours" else tokens * arguments.experts * (4 + 1)
     backward = 2 * logits + outputs  # logits and gradients of the outputs in, gradients of the logits out
     return logits + outputs + (backward if phase == "forward+backward" else 0)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""`megatron-ep bench sequences`: attention on other ranks: the way of Q, K and V there and of the output back, and what
-balanced attention gains. A rank on each GPU of this machine or of a job, or processes of the host.
+"""`tests/bench/run.py sequences`: attention on other ranks: the way of Q, K and V there and of the output back, and
+what balanced attention gains. A rank on each GPU of this machine or of a job, or processes of the host.
 
 Documents of lengths drawn between two bounds, T tokens for each rank. A round's time is that of its slowest rank, by
 CUDA events.
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sequence_baselines import AllToAll, Attention, attention_of, kernel_of
+from sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
 
 import megatron_ep as ep
 from megatron_ep.bench.arguments import add_rounds, positive, require_memory, seconds
@@ -33,14 +35,12 @@ from megatron_ep.bench.gpus import Measured, slowest
 from megatron_ep.bench.job_ranks import JobRanks, own_gpu
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Report, relative
-from megatron_ep.bench.sequence_baselines import AllToAll, Attention, attention_of, kernel_of
-from megatron_ep.bench.sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
 from megatron_ep.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.meeting import job
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan
 
-COMMAND = "megatron-ep bench sequences"
+COMMAND = "run.py sequences"
 GRADIENTS = " + gradients"  # of a phase: forward and backward
 WAIT_S = 30  # the longest wait of a rank for another
 BACKWARD_WORK = 2.5  # of attention, over its forward pass
@@ -365,9 +365,3 @@ def _step_of(
 
     _, of_kv = _exchanges(plan, case, group)
     return step, _without_gradients(dispatch, qkv)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

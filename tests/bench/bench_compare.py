@@ -1,4 +1,4 @@
-"""`megatron-ep bench compare`: two files that one benchmark wrote, and what got slower between them beyond noise."""
+"""`tests/bench/run.py compare`: two files that one benchmark wrote, and what got slower between them beyond noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[Record, Record]
 def main(argv: Sequence[str]) -> int:
     """Prints a row for each thing that both files have timed; returns 1 if one got slower, 2 for another file."""
     parser = argparse.ArgumentParser(
-        "megatron-ep bench compare",
+        "run.py compare",
         description="What changed from the first file to the second. A difference counts when each median lies outside "
         "the other run's range from its fastest round to its 90th percentile. Only runs on one machine, one after the "
         "other, say something.",
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         (machine, before), (other_machine, after) = read(options.before), read(options.after)
     except ValueError as error:
-        print(f"megatron-ep bench compare: {error}", file=sys.stderr)
+        print(f"run.py compare: {error}", file=sys.stderr)
         return 2
     if machine != other_machine:
         print("the files are of different machines or versions of them: see `environment` in both")

@@ -1,0 +1,27 @@
+"""Runs a benchmark that answers a question of the developers: python tests/bench/run.py NAME, each with its --help.
+
+The modules bench_NAME.py of this folder, which take the loop and the report of `megatron-ep bench`:
+    compare    two JSON files of one benchmark
+    cuda       dispatch and combine of all ranks on one GPU
+    host       what the host does for a call on a GPU
+    router     the gate, on the CPU or a GPU
+    sequences  attention on other ranks: the way there and back, and what balance gains
+"""
+
+import importlib
+import sys
+
+from megatron_ep.bench.main import run
+
+NAMES = ("compare", "cuda", "host", "router", "sequences")
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in NAMES:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return run(importlib.import_module(f"bench_{argv[0]}").main, argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""`tests/bench/run.py`: the gate's records, and what is refused. Nothing here judges a time."""
+
+import json
+
+import bench_router as router
+import pytest
+import run
+
+from megatron_ep import megatron as megatron_side
+
+
+def test_the_gate(tmp_path, capsys):
+    file = tmp_path / "router.json"
+    sizes = ("--tokens", "7", "9", "--experts", "32", "--topk", "4", "--groups", "4", "--group-topk", "2")
+    rounds = ("--iters", "2", "--warmup", "1", "--no-compile", "--device", "cpu")
+    assert router.main([*sizes, *rounds, "--json", str(file)]) == 0
+    records = json.loads(file.read_text())["records"]
+    gates = {"ours", "ours_dense"} | ({"megatron"} if megatron_side.is_installed() else set())
+    assert {(record["tokens"], record["implementation"], record["phase"]) for record in records} == {
+        (tokens, gate, phase) for tokens in (7, 9) for gate in gates for phase in ("forward", "forward+backward")
+    }
+    assert "T=9 E=32 K=4 groups 2/4 cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cuda", "--topk", "9", "--experts", "8"], "--topk 9 is over 8"),
+        (["cuda", "--topk", "2", "--experts", "4"], "--experts 4 is not a multiple of 1x8 ranks"),
+        (["cuda", "--topology", "1x4", "2x3", "--experts", "8"], "--experts 8 is not a multiple of 2x3 ranks"),
+        (["router", "--device", "cpu", "--topk", "40"], "k is 40, must be an int in [1, 32]"),
+        (["router", "--device", "cpu", "--tokens", "1000000000000"], "--tokens 1000000000000 --experts 256 takes"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_benchmarks_are_listed(capsys):
+    assert run.main(["gpus"]) == run.main([]) == 2
+    text = capsys.readouterr().err
+    assert all(f"\n    {name} " in text for name in run.NAMES)
