@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.call_log import CallLog
 from megatron_ep.buffer.interface import Backend, LastCounts
 from megatron_ep.buffer.known_calls import KnownCalls
 from megatron_ep.buffer.monitor import Monitor
@@ -87,14 +88,14 @@ class AbortPeersOnError:
         self._group, self._backward_of = group, backward_of
 
     def __enter__(self) -> None:
-        pass
+        if self._backward_of:
+            self._group.calls.backward_of = self._backward_of
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._backward_of:
+            self._group.calls.backward_of = ""
         if error is not None:
             self._group.abort_peers(error)
-        if isinstance(error, EPTimeoutError) and self._backward_of:
-            why = f"in the backward pass of {self._backward_of}: does the loss contain its output on all ranks?"
-            error.args = (f"{error}\n  {why}",)
 
 
 class RankGroup(OfOneProcess):
@@ -116,6 +117,7 @@ class RankGroup(OfOneProcess):
 
     def __init__(self) -> None:
         self.number = failures.watch(self)
+        self.calls = CallLog()
         self._process = os.getpid()
 
     @functools.cached_property
@@ -215,6 +217,7 @@ class RankGroup(OfOneProcess):
     def _start_anew(self) -> None:
         """To the state of a new group of ranks, of which none has a call under way."""
         self.live_backend().reset()
+        self.calls.clear()
         self.resets += 1
         self._is_seen = False
 
@@ -313,7 +316,7 @@ class RankGroup(OfOneProcess):
     def abort_peers_on_error(self, backward_of: str = "") -> AbortPeersOnError:
         """An error inside that only this rank knows of reaches the others too, who would wait for this one.
 
-        backward_of: the call whose backward pass is inside, which a timeout names.
+        backward_of: "dispatch" or "combine" if its backward pass is inside, which a timeout names.
         """
         return AbortPeersOnError(self, backward_of)
 
@@ -444,6 +447,9 @@ class RankGroup(OfOneProcess):
         heard = self._monitor.heard if self._monitor is not None else None
         if heard is not None and heard.incident and heard.incident not in lines:
             lines.insert(0, heard.incident)  # of the rank that gave up first, which cannot be read from here
+        backward = self.calls.backward_pass(incidents, self.device.type == "cpu") if outcome == "timeout" else ""
+        if backward:
+            lines.append(f"{backward}: does the loss contain its output on all ranks?")
         message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
         kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)

@@ -89,6 +89,7 @@ def launch_dispatch(
             counts = asked.settings if is_left else None
         else:
             totals, is_done = backend.dispatch_ahead(ahead[0], *how, asked.settings)
+            group.calls.note("dispatch", ahead[0][0]["layout"])
             row_counts.check(group, request, totals)
             known = row_counts.told(group, asked, totals, handle.is_flat)
             if is_done:
@@ -102,6 +103,8 @@ def launch_dispatch(
         handle.ranks, handle.to_ask_for = row_counts.ranks_of(group, request, asked, known), None
     tensors, out = prepare(clears_end=clears_end)
     backend.enqueue_dispatch(tensors, *how, counts, again)
+    if not again:
+        group.calls.note("dispatch", tensors[0]["layout"])
     group.raise_if_aborted()
     return out
 
@@ -199,6 +202,7 @@ def launch_combine(
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
                 t["sums"] = sums[-1].data_ptr()
     backend.enqueue_combine(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, PAYLOAD_TYPES[x[0].dtype])
+    group.calls.note("combine", tensors[0]["layout"])
     group.raise_if_aborted()
     return out, out_weights if weights is not None else None
 

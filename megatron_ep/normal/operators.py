@@ -154,7 +154,7 @@ def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], row
     "megatron_ep::dispatch_again",
     mutates_args=(),
     schema="(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] dst_rows, Tensor[] rails, "
-    "int buffer, SymInt[] rows, bool clears_end) -> Tensor[]",
+    "int buffer, SymInt[] rows, bool clears_end, str backward_of) -> Tensor[]",
 )
 def dispatch_again_op(
     x: list[Tensor],
@@ -166,10 +166,14 @@ def dispatch_again_op(
     buffer: int,
     rows: Sequence[int],
     clears_end: bool,
+    backward_of: str,
 ) -> list[Tensor]:
-    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows."""
+    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows.
+
+    backward_of: as for `abort_peers_on_error`.
+    """
     group = _group(buffer)
-    with group.abort_peers_on_error():
+    with group.abort_peers_on_error(backward_of):
         group.check_usable()
         handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, dst_rows, rails)
         out, out_scales, out_weights = launches.launch_dispatch(
@@ -189,6 +193,7 @@ def _(
     buffer: int,
     rows: Sequence[int],
     clears_end: bool,
+    backward_of: str,
 ) -> list[Tensor]:
     return _fake_rows(x, weights, scales, rows)
 
@@ -200,7 +205,7 @@ def _(
     "megatron_ep::combine",
     mutates_args=(),
     schema="(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] dst_rows, "
-    "Tensor[] rails, int buffer, SymInt[] num_tokens) -> Tensor[]",
+    "Tensor[] rails, int buffer, SymInt[] num_tokens, str backward_of) -> Tensor[]",
 )
 def combine_op(
     x: list[Tensor],
@@ -211,10 +216,14 @@ def combine_op(
     rails: list[Tensor],
     buffer: int,
     num_tokens: Sequence[int],
+    backward_of: str,
 ) -> list[Tensor]:
-    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x."""
+    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x.
+
+    backward_of: as for `abort_peers_on_error`.
+    """
     group = _group(buffer)
-    with group.abort_peers_on_error():
+    with group.abort_peers_on_error(backward_of):
         group.check_usable()
         handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, dst_rows, rails)
         out, out_weights = launches.launch_combine(handle, x, weights or None, row_weights or None)
@@ -231,6 +240,7 @@ def _(
     rails: list[Tensor],
     buffer: int,
     num_tokens: Sequence[int],
+    backward_of: str,
 ) -> list[Tensor]:
     topk = dst_rows[0].shape[1]
     return [
@@ -256,7 +266,7 @@ def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]
     n = len(ctx.sizes)
     rows = list(map(autograd.empty_rows if ctx.is_float8 else autograd.in_memory, grads[:n]))
     weights = [autograd.in_memory(grad) for grad in grads[n : 2 * n]] if ctx.has_weights else []
-    back = combine_op(rows, weights, [], *_parts(ctx.saved_tensors, n), ctx.buffer, ctx.sizes)
+    back = combine_op(rows, weights, [], *_parts(ctx.saved_tensors, n), ctx.buffer, ctx.sizes, "dispatch")
     return ([None] * n if ctx.is_float8 else back[:n]), back[n:]
 
 
@@ -280,11 +290,11 @@ def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor
 def _dispatch_again_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, weights = _bring_back(ctx, grads)
     none = [None] * len(x)
-    return x, weights, [None] * ctx.num_scales, none, none, none, None, None, None
+    return x, weights, [None] * ctx.num_scales, none, none, none, None, None, None, None
 
 
 def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, row_weights, layouts, dst_rows, rails, buffer, _ = inputs
+    x, weights, row_weights, layouts, dst_rows, rails, buffer, *_ = inputs
     kept = (*x, *row_weights) if row_weights else ()
     _keep(ctx, x, weights, buffer, (*layouts, *dst_rows, *rails, *kept))
 
@@ -294,13 +304,13 @@ def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     layouts, dst_rows, rails, *kept = _parts(ctx.saved_tensors, n)
     grads, none = list(map(autograd.in_memory, grads)), [None] * n
     beside = [autograd.row_marks(grad, topk) for grad in grads] if kept else grads[n:]
-    back = dispatch_again_op(grads[:n], beside, [], layouts, dst_rows, rails, ctx.buffer, ctx.sizes, True)
+    back = dispatch_again_op(grads[:n], beside, [], layouts, dst_rows, rails, ctx.buffer, ctx.sizes, True, "combine")
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
         given = list(zip(*kept, rows, (mark != 0 for mark in weights), strict=True))
         rows = [launches.gradient_of_rows(*part) for part in given]
         row_weights, weights = [launches.gradient_of_weights(*part) for part in given], []
-    return rows, weights, row_weights, none, none, none, None, None
+    return rows, weights, row_weights, none, none, none, None, None, None
 
 
 dispatch_op.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
@@ -330,7 +340,7 @@ def traced_dispatch(
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
         rows = [rank.rows for rank in handle.ranks]
-        return dispatch_again_op(list(x), *beside, *_tables_of(handle), number, rows, clears_end), handle
+        return dispatch_again_op(list(x), *beside, *_tables_of(handle), number, rows, clears_end, ""), handle
     out = dispatch_op(
         list(x),
         list(request.topk_idx),
@@ -351,7 +361,7 @@ def traced_dispatch(
 def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
     """As `autograd.differentiable_combine`, or with row_weights as `autograd.WeightedCombineFunction`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
-    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens)
+    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens, "")
 
 
 def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

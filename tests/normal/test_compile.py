@@ -178,7 +178,7 @@ def test_the_operators_are_what_they_say():
         sizes = [len(row) for row in rows]
         tokens = [len(row) for row in x]
         torch.library.opcheck(
-            operators.dispatch_again_op, (x, weights, [], *tables, number, sizes, True), test_utils=utils
+            operators.dispatch_again_op, (x, weights, [], *tables, number, sizes, True, ""), test_utils=utils
         )
-        torch.library.opcheck(operators.combine_op, (rows, probs, [], *tables, number, tokens), test_utils=utils)
-        torch.library.opcheck(operators.combine_op, (rows, [], probs, *tables, number, tokens), test_utils=utils)
+        torch.library.opcheck(operators.combine_op, (rows, probs, [], *tables, number, tokens, ""), test_utils=utils)
+        torch.library.opcheck(operators.combine_op, (rows, [], probs, *tables, number, tokens, ""), test_utils=utils)

@@ -182,15 +182,25 @@ def test_a_mistake_on_one_rank_reaches_all(ranks, kind):
     ranks.run(run_one_mistake, kind)
 
 
+def there_and_back(buffer, *mine):
+    rows = ep.dispatch(*mine, buffer=buffer)
+    return ep.combine(rows.x, rows.handle)
+
+
 def run_one_absent(phase):
     """Rank 3 does not call."""
     buffer = make_buffer(tuning=ep.Tuning(rdma_ring_bytes=400, nvl_ring_bytes=400))
     x, ids, weights = inputs(8, 2)
     absent = buffer.rank == 3
     mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
-    mine[0].requires_grad_(phase == "backward")
-    rows = None if phase == "notify" else ep.dispatch(*mine, buffer=buffer)
-    y = ep.combine(rows.x, rows.handle) if phase == "backward" else None
+    mine[0].requires_grad_("backward" in phase)
+    rows, y = None, None
+    if "backward" in phase:
+        y = (torch.compile(there_and_back, backend="aot_eager") if "compiled" in phase else there_and_back)(
+            buffer, *mine
+        )
+    elif phase != "notify":
+        rows = ep.dispatch(*mine, buffer=buffer)
     started = time.monotonic()
     if absent:
         time.sleep(2 * TIMEOUT)
@@ -216,13 +226,15 @@ def run_one_absent(phase):
         ("notify", "notify", "rank 3 has not entered notify 1 (it finished 0)"),
         ("combine", "combine_receiver", "rank 3 has not entered call 2 (it finished 1)"),
         ("backward", "receiver", "rank 3 has not entered call 3 (it finished 2)"),
+        ("compiled backward", "receiver", "rank 3 has not entered call 3 (it finished 2)"),
     ],
 )
 def test_an_absent_rank_is_named(ranks, phase, role, says):
     messages = ranks.run(run_one_absent, phase)
     assert any(f"{role}, channel 0" in m and "from rank 3: seen" in m for m in messages), messages
     assert all(f": {says}\n" in m for m in messages[:3]), messages
-    assert all(("in the backward pass of combine" in m) == (phase == "backward") for m in messages[:3]), messages
+    backward = "in the backward pass of combine, call 2: does the loss"
+    assert all((backward in m) == ("backward" in phase) for m in messages[:3]), messages
 
 
 def run_different_calls():
