@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_ep.training import recipe
@@ -62,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron-ep: interrupted", file=sys.stderr)
         return 130
+
+
+def run() -> NoReturn:
+    """Runs the command of this process, and ends the process with its exit status."""
+    status = main()
+    place = sys.modules.get("megatron_ep.meeting.place")
+    if place is not None and place.has_abandoned_calls():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _recipe(arguments: list[str]) -> int | None:
@@ -276,4 +287,4 @@ def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

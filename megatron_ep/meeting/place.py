@@ -173,11 +173,20 @@ def new_name() -> str:
     return secrets.token_hex(16)
 
 
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def has_abandoned_calls() -> bool:
+    """Whether a call that `bounded` gave up has not returned. If it does while the interpreter ends, Python ends its
+    thread inside C++, which aborts the process: such a process has to end by `os._exit`."""
+    return any(thread.is_alive() for thread in _abandoned)
+
+
 def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> Result:
     """What `call` returns, in a thread, as it may wait without a bound: a store of torch does for the answer of a
     machine that has fallen silent.
 
-    Raises EPError after `seconds`, and leaves the thread to itself. otherwise: what it then says, if not that the store
+    Raises EPError after `seconds`, and abandons the thread. otherwise: what it then says, if not that the store
     does not answer.
     """
     done: futures.Future[Result] = futures.Future()
@@ -188,7 +197,9 @@ def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> 
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="megatron_ep rendezvous", daemon=True).start()
+    thread = threading.Thread(target=run, name="megatron_ep rendezvous", daemon=True)
+    thread.start()
     if not futures.wait([done], seconds).done:
+        _abandoned.add(thread)
         raise EPError(f"{otherwise or 'the store of torch.distributed did not answer'} within {seconds:g} s")
     return done.result()

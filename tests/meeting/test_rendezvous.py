@@ -1,9 +1,11 @@
 """How ranks agree over the store of torch.distributed: what one cannot do fails on all, and every wait has a bound."""
 
 import dataclasses
+import os
 import pickle
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -560,3 +562,39 @@ def test_what_ranks_tell_arrives_as_it_was(value: object, kind: object) -> None:
 def test_a_wrong_shape_is_refused(text: str, kind: object) -> None:
     with pytest.raises(ValueError):
         codec.decode(text.encode(), kind)
+
+
+ENDS_WITH_AN_ABANDONED_CALL = """
+import os, subprocess, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from megatron_ep.cli import main
+from megatron_ep.errors import EPError
+from megatron_ep.meeting.place import bounded
+
+class Late:
+    def __del__(self):  # the interpreter is ending, and lets other threads run
+        time.sleep(3)
+
+def check(arguments):
+    store = dist.TCPStore("localhost", int(os.environ["PORT"]), is_master=False)
+    try:
+        bounded(0.3, lambda: store.wait(["never"], timedelta(seconds=2)))
+    except EPError as error:
+        print(error)
+        sys.modules["late"] = Late()
+        return 3
+
+main._check = check
+sys.argv[1:] = ["check"]
+main.run()
+"""
+
+
+def test_a_command_whose_call_of_the_store_never_returned_ends_with_its_status() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | {"PORT": str(store.port)}
+    command = [sys.executable, "-c", ENDS_WITH_AN_ABANDONED_CALL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "the store of torch.distributed did not answer within 0.3 s\n"
