@@ -447,8 +447,7 @@ class RankGroup(OfOneProcess):
         heard = self._monitor.heard if self._monitor is not None else None
         if heard is not None and heard.incident and heard.incident not in lines:
             lines.insert(0, heard.incident)  # of the rank that gave up first, which cannot be read from here
-        backward = self.calls.backward_pass(incidents, self.device.type == "cpu") if outcome == "timeout" else ""
-        if backward:
+        if outcome == "timeout" and (backward := self.calls.backward_pass(incidents)):
             lines.append(f"{backward}: does the loss contain its output on all ranks?")
         message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}

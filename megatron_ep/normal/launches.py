@@ -89,7 +89,6 @@ def launch_dispatch(
             counts = asked.settings if is_left else None
         else:
             totals, is_done = backend.dispatch_ahead(ahead[0], *how, asked.settings)
-            group.calls.note("dispatch", ahead[0][0]["layout"])
             row_counts.check(group, request, totals)
             known = row_counts.told(group, asked, totals, handle.is_flat)
             if is_done:
@@ -97,14 +96,14 @@ def launch_dispatch(
                 row_counts.cut(handle.ranks[0], known[0])
                 for (tensor,) in filter(None, ahead[1]):
                     tensor.resize_(known[0].rows, *tensor.shape[1:])
+                group.calls.note("dispatch", ahead[0][0]["layout"])
                 return ahead[1]
             again = True
         del ahead  # a wrong guess: its memory is free for tensors of the right size
         handle.ranks, handle.to_ask_for = row_counts.ranks_of(group, request, asked, known), None
     tensors, out = prepare(clears_end=clears_end)
     backend.enqueue_dispatch(tensors, *how, counts, again)
-    if not again:
-        group.calls.note("dispatch", tensors[0]["layout"])
+    group.calls.note("dispatch", tensors[0]["layout"])
     group.raise_if_aborted()
     return out
 

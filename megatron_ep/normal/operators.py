@@ -1,10 +1,11 @@
 """Dispatch and combine as operators of torch.library: what `torch.compile` puts into a graph.
 
 Operators take and return tensors and numbers alone, so a buffer goes by its number, and a handle as its tensors: the
-layout, and the two tables that dispatch fills. A `Handle` is put together around them. Sizes are
-known to the compiler where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
+layout, and the two tables that dispatch fills. A `Handle` is put together around them. Sizes are known to the compiler
+where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
 
-Lists have one entry per rank of this process; an empty one stands for what is not given.
+Lists have one entry per rank of this process; an empty one stands for what is not given. backward_of: as for
+`RankGroup.abort_peers_on_error`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _(
     clears_end: bool,
 ) -> list[Tensor]:
     group, context = _group(buffer), torch.library.get_ctx()
-    topk, is_fixed = topk_idx[0].shape[1], not _is_zero(max_recv_tokens)
+    topk, is_fixed = topk_idx[0].shape[1], not (isinstance(max_recv_tokens, int) and max_recv_tokens == 0)
     counts, layouts, dst_rows, rails = [], [], [], []
     rows: list[Any] = []  # numbers, known or not
     received: Any
@@ -136,10 +137,6 @@ def _(
         dst_rows.append(idx.new_empty(received, topk, dtype=torch.int32))
         rails.append(idx.new_empty(rail, topk, dtype=torch.int32))
     return [*_fake_rows(x, weights, scales, rows), *counts, *layouts, *dst_rows, *rails]
-
-
-def _is_zero(size: int) -> bool:
-    return isinstance(size, int) and size == 0
 
 
 def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], rows: Sequence[int]) -> list[Tensor]:
@@ -168,10 +165,7 @@ def dispatch_again_op(
     clears_end: bool,
     backward_of: str,
 ) -> list[Tensor]:
-    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows.
-
-    backward_of: as for `abort_peers_on_error`.
-    """
+    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
@@ -192,8 +186,7 @@ def _(
     rails: list[Tensor],
     buffer: int,
     rows: Sequence[int],
-    clears_end: bool,
-    backward_of: str,
+    *_: Any,
 ) -> list[Tensor]:
     return _fake_rows(x, weights, scales, rows)
 
@@ -218,10 +211,7 @@ def combine_op(
     num_tokens: Sequence[int],
     backward_of: str,
 ) -> list[Tensor]:
-    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x.
-
-    backward_of: as for `abort_peers_on_error`.
-    """
+    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
@@ -240,7 +230,7 @@ def _(
     rails: list[Tensor],
     buffer: int,
     num_tokens: Sequence[int],
-    backward_of: str,
+    *_: Any,
 ) -> list[Tensor]:
     topk = dst_rows[0].shape[1]
     return [
