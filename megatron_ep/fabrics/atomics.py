@@ -1,5 +1,5 @@
-"""Whether GPUs have native atomics on each other's memory, by which a rank that gives up tells the others why: the
-first reason stays. Over PCIe alone mostly they have none.
+"""Checks for native atomics between GPUs: with them a rank that gives up writes its reason to the others, and the first
+reason stays. GPUs that are joined by PCIe alone mostly lack them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from megatron_ep.fabrics import gpu
 
 
 def native_atomics(first: int, second: int) -> bool:
-    """Between two GPUs that this process sees, by their index; a GPU has them on its own memory."""
+    """Returns whether two GPUs, by their index in this process, have native atomics on each other's memory."""
     return first == second or (_C.has_native_atomics(first, second) and _C.has_native_atomics(second, first))
 
 
 def _seen() -> dict[str, int]:
-    """The GPUs that this process sees: their index by their UUID."""
+    """Returns the index of each GPU that this process sees, by UUID."""
     return {gpu.uuid(i): i for i in range(torch.cuda.device_count())}
 
 
 def are_native(own: str | None, gpus: Sequence[str | None]) -> bool:
-    """Whether this GPU is known to have them with all others, which is to say that NVLink joins them.
+    """Returns whether native atomics are known between this GPU and all others, which means that NVLink joins them.
 
-    own, gpus: UUIDs. Of a GPU that this process does not see nothing is known.
+    own, gpus: UUIDs. Nothing is known about a GPU that this process does not see.
     """
     seen = _seen()
     return all(
@@ -37,11 +37,10 @@ def are_native(own: str | None, gpus: Sequence[str | None]) -> bool:
 
 
 def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
-    """Raises EPError if this rank's GPU lacks them with that of a rank whose memory it is to map.
+    """Raises EPError if native atomics are missing between this rank's GPU and that of a rank that it maps (`mapped`).
 
-    Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) nothing is known; its own processes may see both.
-
-    gpus: of all ranks, their UUIDs.
+    A GPU that this process does not see (CUDA_VISIBLE_DEVICES) is not checked; the process that owns it may see both.
+    gpus: UUID of each rank's GPU.
     """
     seen = _seen()
     own = seen.get(str(gpus[rank]))
@@ -57,7 +56,7 @@ def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
 
 
 def report() -> str:
-    """Which GPUs that this process sees lack them; "" if none do."""
+    """Names the GPUs of this process that lack native atomics; returns "" if none do."""
     pairs = itertools.combinations(range(torch.cuda.device_count()), 2)
     lacking = [f"{first} and {second}" for first, second in pairs if not native_atomics(first, second)]
     names = ", ".join(lacking)

@@ -1,16 +1,15 @@
-"""How the ranks of a buffer on GPUs reach each other, and what each way needs.
+"""Chooses the fabric between the ranks of a buffer, and loads the library that it needs.
 
-p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
-are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
-up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
-as long as their processes live. ibgda: several machines, between which GPUs hand what they send to a network card of
-NVIDIA's by themselves (`verbs.py`). verbs and tcp: several machines, between which a thread of the host carries what
-the GPUs send (`proxied.py`), by a network card (`verbs.py`), or over TCP, which needs neither a library nor a card.
-The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one machine use p2p, and ranks on
-several the first of nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
+p2p connects the processes of one machine, which map each other's memory through CUDA IPC; puts between several nodes
+of that machine are copies. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided puts and
+signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
+(`news.py`). NVSHMEM connects only one group of ranks in the life of a process. With ibgda, GPUs post to an NVIDIA
+network card themselves (`verbs.py`). With verbs and tcp, a thread of the host sends for the GPUs (`proxied.py`) through
+a network card (`verbs.py`) or over TCP, which needs neither a library nor a card. MEGATRON_EP_FABRIC, equal on all
+ranks, forces a fabric. Otherwise ranks on one machine use p2p, and ranks on several machines use the first of nvshmem,
+nccl, ibgda and verbs that all ranks can use, or else tcp.
 
-Ranks on the host share memory within a machine. Between machines they use the first of ibgda and verbs that all ranks
-can use, or else tcp.
+Ranks on the host share memory within a machine, and use the first of ibgda, verbs and tcp between machines.
 """
 
 from __future__ import annotations
@@ -36,23 +35,24 @@ NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
 IBGDA, VERBS, TCP = "ibgda", "verbs", "tcp"
 BY_CARD = (IBGDA, VERBS)
-OF_HOST = (*BY_CARD, TCP)  # that ranks on the host can use, too
+OF_HOST = (*BY_CARD, TCP)  # fabrics that ranks on the host can use
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A fabric's name, and why it is this one."""
+    """The name of a fabric, and why it was chosen."""
 
     name: str
     reason: str
 
 
 def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
-    """The fabric for ranks on these hosts, whose environments want these, one each.
+    """Returns the fabric for ranks on GPUs. Collective if a network may be needed.
 
-    Collective where a network may be needed: gather returns what every rank gave to it.
-    Raises on all ranks alike: ValueError for an unknown fabric, EPError when the one that is wanted does not fit or
-    ranks want different ones.
+    hosts, wanted: machine and MEGATRON_EP_FABRIC of each rank; None: unset.
+    gather: all-gathers an object.
+
+    Raises on all ranks alike ValueError for an unknown fabric, EPError if the forced fabric cannot be used or differs.
     """
     forced = _wanted_by_all(wanted)
     machines = sorted(set(hosts))
@@ -67,8 +67,9 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
 
 
 def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
-    """The fabric between so many machines for ranks on the host. What their environments want is for GPUs unless it is
-    ibgda, verbs or tcp. Collective, and raises, as `choose`."""
+    """Returns the fabric between `machines` machines for ranks on the host. Collective, and raises as `choose`.
+
+    wanted: see `choose`; a fabric that only GPUs can use is ignored."""
     forced = _wanted_by_all(wanted)
     forced = forced if forced in OF_HOST else None
     reason = f"host backend on {machines} machines"
@@ -79,7 +80,7 @@ def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callabl
 def _first_of(
     names: Sequence[str], forced: str | None, reason: str, gather: Callable[[Any], list[Any]], *, on_gpus: bool
 ) -> Choice:
-    """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
+    """Returns the forced fabric, or the first in `names` that all ranks can use, or tcp."""
     lacking: list[str] = []
     for name in names if forced is None else () if forced == TCP else (forced,):
         missing = gather(
@@ -104,19 +105,19 @@ def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
 
 
 def what_lacks(name: str, *, on_gpus: bool) -> str:
-    """What keeps this rank from loading the fabric, if anything."""
+    """Returns why this rank cannot load the fabric; "" if it can."""
     try:
         if name == IBGDA:
             verbs.try_direct(torch.cuda.current_device() if on_gpus and torch.cuda.is_available() else None)
         else:
             verbs.usable() if name == VERBS else NETWORKS[name]()
         return ""
-    except Exception as error:  # of whatever kind: the others wait to hear of it
+    except Exception as error:  # other ranks wait for the answer, whatever the error is
         return str(error) or type(error).__name__
 
 
 def _by_rank(answers: Sequence[str]) -> str:
-    """What ranks answered, if anything: each answer once, with its ranks unless it is everyone's."""
+    """Formats the answers of ranks: each distinct answer once, with its ranks unless all gave it."""
     if len(set(answers)) == 1:
         return answers[0]
     ranks: dict[str, list[str]] = {}
@@ -126,7 +127,7 @@ def _by_rank(answers: Sequence[str]) -> str:
 
 
 def load_nvshmem() -> ModuleType:
-    """The extension for NVSHMEM with the library that it needs. Raises EPError that says what is missing."""
+    """Loads the extension for NVSHMEM and its library. Raises EPError that names what is missing."""
     _check_built("nvshmem", f"the package {cuda_version.package('nvshmem')}")
     library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
     if library is None:
@@ -143,15 +144,15 @@ def load_nvshmem() -> ModuleType:
 
 
 def load_nccl() -> ModuleType:
-    """The extension for NCCL's device API with the library that it was built for: the one that torch has loaded, or
-    that of the wheel. Raises EPError that says what is missing."""
+    """Loads the extension for NCCL's device API, with the library that torch has loaded or else that of the wheel.
+    Raises EPError that names what is missing."""
     _check_built("nccl", f"the package {cuda_version.package('nccl')} >= 2.28.7")
     library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
     if library is None:
         raise EPError(_not_found("nccl"))
     module = _load("nccl", library)
     built, found = module.BUILT_FOR, module.library_version()
-    if built != found:  # its structures are not the same in every version
+    if built != found:  # NCCL's structures differ between versions
         raise EPError(
             f"the nccl fabric was built for NCCL {_version(built)}, but {library} is {_version(found)}: "
             "build megatron_ep where it runs"
@@ -192,14 +193,14 @@ def _in_wheel(package: str, library: str) -> Path | None:
 
 
 def _loaded(library: str) -> Path | None:
-    """Where this process has it from already."""
-    with open("/proc/self/maps") as maps:  # which name the file itself: libnccl.so.2 may be a link to libnccl.so.2.28.9
+    """Returns the path of a library that this process has loaded; None if it has not."""
+    with open("/proc/self/maps") as maps:  # names in it are resolved: libnccl.so.2 may be a link to libnccl.so.2.28.9
         paths = (Path("/" + line.rstrip().partition("/")[2]) for line in maps)
         return next((path for path in paths if f"{path.name}.".startswith(f"{library}.")), None)
 
 
 def _version(code: int) -> str:
-    """NCCL's NCCL_VERSION_CODE, as NCCL writes it since 2.9."""
+    """Formats NCCL_VERSION_CODE in its layout since NCCL 2.9."""
     return _dotted((code // 10000, code // 100 % 100, code % 100))
 
 
@@ -208,7 +209,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def report() -> dict[str, str]:
-    """What each fabric lacks here, for `megatron-ep env`."""
+    """Returns what each fabric lacks on this machine, for `megatron-ep env`."""
     from megatron_ep import _C
     from megatron_ep.fabrics import atomics, gpu
 

@@ -1,7 +1,7 @@
-"""What a fabric needs to connect the ranks of a buffer on GPUs, and what it returns.
+"""Defines what a fabric needs to connect the ranks of a buffer on GPUs, and what it returns.
 
-Each fabric is a module of this package with two functions. Both are collective: what goes wrong on one rank is raised
-on all of them, and no wait for a rank that does not come is without a bound.
+Each fabric is a module of this package with two functions. Both are collective: an error on one rank is raised on all
+of them, and every wait for another rank has a bound.
 
     connect(rank, heap, begin) -> Connection
     low_latency(rank, heap, connection) -> LowLatencyConnection
@@ -22,12 +22,12 @@ from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 @dataclass(frozen=True)
 class GpuRank:
-    """This process's rank, which is to be connected with the others.
+    """The rank of this process, and what a fabric needs to know about all ranks.
 
-    machines: of all ranks, as users may read them.
-    pids, pcis: of all ranks, their processes and the PCI addresses of their GPUs.
-    device: the GPU of this rank.
-    blocks: of each launch on it, one an SM.
+    machines: machine of each rank, as shown to users.
+    pids, pcis: process of each rank, and the PCI address of its GPU.
+    device: GPU of this rank.
+    blocks: thread blocks of each launch on it, one per SM.
     """
 
     rendezvous: StoreRendezvous
@@ -50,15 +50,15 @@ class GpuRank:
 
 @dataclass
 class Connection:
-    """What launches of the normal mode go through, and what lives as long as they do.
+    """What launches of the normal mode use, and what must live as long as they run.
 
-    group: the compiled group.
-    memories: what this process maps, by rank; None for a rank that it does not map.
-    network_memory: of this rank, where a library has it.
-    library_timeout: seconds after which each wait of a launch ends, where a library carries the puts and may wait
-        longer inside of it.
-    network, report: the thread that carries what goes to other nodes, and what the GPU reports to it.
-    reason: what to say of the connection.
+    group: compiled group.
+    memories: mapped memory of each rank; None for a rank that is not mapped.
+    network_memory: symmetric memory of this rank, if a library allocates it.
+    library_timeout: seconds after which each wait of a launch ends, if a library carries the puts and may itself wait
+        longer.
+    network, report: thread that carries what goes to other nodes, and what the GPU reports to it.
+    reason: description of the connection.
     """
 
     group: Any
@@ -72,7 +72,7 @@ class Connection:
 
 @dataclass
 class LowLatencyConnection:
-    """What launches of the low-latency mode go through: see `Connection`."""
+    """What launches of the low-latency mode use: see `Connection`."""
 
     group: Any
     memories: list[Any] = field(default_factory=list)

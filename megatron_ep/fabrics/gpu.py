@@ -25,8 +25,8 @@ DEFAULT_SMS = 24
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build can use, which has to
-    be of torch's CUDA."""
+    """Returns the device with its index. Raises ValueError unless it is the CPU or a GPU, and for a GPU unless this
+    build has the CUDA backend, for the CUDA version of torch."""
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
@@ -63,9 +63,9 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def num_sms(config: Config, device: torch.device, local_ranks: int, wanted: int = DEFAULT_SMS) -> int:
-    """SMs that a launch uses for each of the ranks that this process has on its GPU.
+    """Returns the SMs that a launch uses for each rank that this process has on its GPU.
 
-    wanted: where the config leaves them open, if the GPU has as many.
+    wanted: their number where `config.num_sms` is None and the GPU has as many.
     """
     if config.num_sms is not None:
         return config.num_sms
@@ -73,18 +73,18 @@ def num_sms(config: Config, device: torch.device, local_ranks: int, wanted: int 
 
 
 _deferred: deque[Callable[[], None]] = deque()
-MODULES = ("megatron_ep._C", "megatron_ep._nvshmem", "megatron_ep._nccl")  # whose destructors defer what they give back
+MODULES = ("megatron_ep._C", "megatron_ep._nvshmem", "megatron_ep._nccl")  # their destructors defer what they free
 
 
 def defer(work: Callable[[], None]) -> None:
-    """Has `run_deferred` do what a finalizer may not do while a CUDA graph is captured."""
+    """Leaves to `run_deferred` what a finalizer may not do while a CUDA graph is captured."""
     _deferred.append(work)
 
 
 @atexit.register
 def run_deferred() -> None:
-    """Does what finalizers have deferred: they may run while any thread captures a CUDA graph, which most calls of CUDA
-    would end. For calls that wait for the GPU or allocate anyway; while this thread captures, nothing is done yet."""
+    """Runs what finalizers have deferred, unless this thread captures a CUDA graph. Finalizers may run while any thread
+    captures one, and most CUDA calls would end the capture. Called where the GPU is waited for or memory allocated."""
     if _stuck or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     while _deferred:
@@ -93,7 +93,7 @@ def run_deferred() -> None:
             work()
         except Exception as error:
             log.error("a buffer of megatron_ep that was never closed could not be closed: %s", error)
-        del work  # which has what is given back now
+        del work  # frees what it refers to before the modules catch up
     for name in MODULES:
         module: Any = sys.modules.get(name)
         if hasattr(module, "catch_up"):
@@ -101,8 +101,8 @@ def run_deferred() -> None:
 
 
 def prepare_to_allocate() -> None:
-    """Before symmetric memory is taken. Nobody writes to that of an earlier buffer any more. Raises EPError if this
-    process can use its GPU no more."""
+    """Frees what was deferred and waits for the GPU, so that launches on an earlier buffer's memory have ended. Raises
+    EPError if this process can no longer use its GPU."""
     check_not_stuck()
     run_deferred()
     torch.cuda.synchronize()
@@ -112,18 +112,18 @@ _stuck: list[Any] = []
 
 
 def check_not_stuck() -> None:
-    """Raises EPError if a launch of this process does not end: CUDA would wait for it for ever."""
+    """Raises EPError if a launch of this process does not end, because CUDA would wait for it forever."""
     if _stuck:
         raise EPError("an earlier launch of this process does not end, so this process can use its GPU no more")
 
 
 def is_stuck(group: Any) -> bool:
-    """Whether a launch of this compiled group does not end."""
+    """Returns whether a launch of this compiled group does not end."""
     return group in _stuck
 
 
 def keep_for_ever(group: Any) -> None:
-    """Its destructor would wait for its launches."""
+    """Keeps a compiled group alive, because its destructor would wait for launches that do not end."""
     if not is_stuck(group):
         _stuck.append(group)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # at the end of the process too
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # keeps it alive at the exit of the process too

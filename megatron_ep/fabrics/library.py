@@ -1,4 +1,4 @@
-"""What the fabrics of NVSHMEM and NCCL have in common: a library carries the puts."""
+"""Shared code of the nvshmem and nccl fabrics, in which a library carries the puts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ep.fabrics.connection import Connection, GpuRank
 
 
 def over_library(rank: GpuRank, heap: _C.Heap, group: Callable[..., Any], memory: Any, reason: str) -> Connection:
-    """The connection over symmetric memory of a library, whose compiled group is made by `group`."""
+    """Returns the connection over a library's symmetric memory. group: constructor of the compiled group."""
     made = group(
         heap=heap,
         rank=rank.rank,

@@ -1,4 +1,4 @@
-"""GPUs of several machines through the device API of NCCL, with a communicator of the buffer."""
+"""The nccl fabric: GPUs of several machines, through NCCL's device API and a communicator of the buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ep.fabrics.library import over_library
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:
     memory, found = _memory(rank, heap, begin)
     group = choice.load_nccl().NcclGroup
-    # clears the signals of an earlier buffer, for which it waits as a launch does
+    # The group clears the signals of an earlier buffer, and waits for that as long as a launch waits.
     seconds = rank.config.timeout_seconds
     return rank.rendezvous.agree(lambda: over_library(rank, heap, group, memory, found), seconds)
 
@@ -24,7 +24,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connecti
 def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyConnection:
     memory, _ = _memory(rank, heap, gpu.prepare_to_allocate)
     launches = choice.load_nccl().NcclLowLatency
-    # clears the signals of an earlier one, as for a buffer
+    # This clears the signals of an earlier heap, as in `connect`.
     made = rank.rendezvous.agree(
         lambda: launches(group=connection.group, heap=heap, memory=memory, blocks=rank.blocks),
         rank.config.timeout_seconds,
@@ -33,7 +33,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
 
 
 def _memory(rank: GpuRank, heap: Any, begin: Callable[[], None]) -> tuple[Any, str]:
-    """Symmetric memory for a heap of either mode, and what to say of it."""
+    """Returns symmetric memory for a heap of either mode, and a description of it."""
     nccl, rendezvous, device = choice.load_nccl(), rank.rendezvous, rank.device
     seconds = rendezvous.timeout.total_seconds()
 

@@ -1,6 +1,6 @@
-"""Which network card is near which GPU, by the tree of PCI bridges that Linux shows in /sys: the fewer bridges lie
-between them, the nearer they are. Of cards that share no root of the tree with a GPU those of its NUMA node come first.
-Near a process are the cards of the NUMA node that it is bound to.
+"""Finds the network cards near a GPU or a process. The distance to a GPU is the number of PCI bridges between them, by
+the tree in /sys; among cards under another root, those of the GPU's NUMA node are nearer. The cards near a process are
+those of the NUMA node that it is bound to.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from megatron_ep.fabrics import nvshmem_env
 
 DEVICES, NUMA_NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
-FAR = 1000  # bridges that no machine has one after the other
+FAR = 1000  # more bridges than lie between any two devices
 
 
 def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
     """Returns the cards ("mlx5_0") nearest to a GPU, in their order; all of them if nothing is known about the GPU.
 
-    gpu: its PCI address, "0000:1b:00.0".
+    gpu: PCI address, "0000:1b:00.0".
     """
     own = _place(DEVICES / gpu) if gpu else None
     if own is None:
@@ -29,7 +29,7 @@ def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
 
 
 def of_process() -> list[str] | None:
-    """The cards of the NUMA node that this process is bound to; None: its CPUs are of several, or no node is known."""
+    """Returns the cards of the NUMA node that this process is bound to; None if it is not bound to a single one."""
     cpus = os.sched_getaffinity(0)
     for node in NUMA_NODES.glob("node*"):
         if cpus <= _cpus(node):
@@ -41,7 +41,7 @@ def of_process() -> list[str] | None:
 def _cpus(node: Path) -> set[int]:
     try:
         return {cpu for numbers in _ranges((node / "cpulist").read_text()) for cpu in numbers}
-    except (OSError, ValueError):  # an odd /sys costs a preference, not the buffer
+    except (OSError, ValueError):  # an unusual /sys must not keep a buffer from being made
         return set()
 
 
@@ -53,25 +53,25 @@ def _ranges(text: str) -> Iterator[range]:
 
 
 def turn(place: int, near: Sequence[Sequence[str]]) -> int:
-    """Which of its nearest cards a rank takes: those whose GPUs are near the same ones take them in turn.
+    """Returns the index of the card that a rank takes among its nearest ones; ranks near the same cards take turns.
 
-    place: this rank's among those of its machine.
-    near: the nearest cards of each of these.
+    place: index of the rank among those of its machine.
+    near: nearest cards of each of these.
     """
     return near[:place].count(near[place]) % len(near[place])
 
 
 def _place(device: Path) -> Path | None:
-    """Its way from the root of the tree."""
+    """Returns the path of a device from the root of the PCI tree; None if it does not exist."""
     return device.resolve() if device.exists() else None
 
 
 def _distance(one: Path, other: Path | None) -> int:
-    """Bridges and devices on the way from one to the other."""
+    """Returns the number of bridges and devices between two devices."""
     if other is None:
         return 3 * FAR
     shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(one.parts, other.parts, strict=False)))
-    if any(name.startswith("pci") for name, _ in shared):  # the root that both hang on
+    if any(name.startswith("pci") for name, _ in shared):  # both are under one PCI root
         return len(one.parts) + len(other.parts) - 2 * len(shared)
     return FAR if _numa_node(one) == _numa_node(other) else 2 * FAR
 

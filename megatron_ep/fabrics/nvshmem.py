@@ -1,4 +1,4 @@
-"""GPUs of several machines through NVSHMEM, which connects one group of ranks for as long as their processes live."""
+"""The nvshmem fabric: GPUs of several machines. NVSHMEM connects only one group of ranks in the life of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnec
 from megatron_ep.fabrics.library import over_library
 from megatron_ep.meeting.place import bounded
 
-SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
+SETUP_S = 300.0  # least timeout: set-up takes long with many ranks, and cannot be repeated after a timeout
 
 
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:
@@ -71,7 +71,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
 
 
 def queue_pairs(heap: _C.Heap, sms: int) -> int:
-    """Returns the queue pairs per rank of another machine: one for each block that has a channel's coordinators."""
+    """Returns the queue pairs per remote rank: one for each block that runs the coordinator warps of a channel."""
     return min(heap.channels, sms)
 
 
@@ -80,7 +80,7 @@ def _limit(rank: GpuRank) -> float:
 
 
 def _memory(rank: GpuRank, spares: Sequence[list[int]], unique_id: bytes, size: int) -> Any:
-    """Symmetric memory of so many bytes. spares: the numbers of those that each rank has."""
+    """Returns symmetric memory of `size` bytes. spares: numbers of the free allocations of each rank."""
     nvshmem = choice.load_nvshmem()
     common = set.intersection(*map(set, spares))
     if common:
@@ -96,8 +96,8 @@ def _memory(rank: GpuRank, spares: Sequence[list[int]], unique_id: bytes, size: 
 
 
 def _id_of(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
-    """That of the ranks that NVSHMEM serves already, None if there are none yet. Raises EPError if they are not
-    these."""
+    """Returns the unique id with which NVSHMEM was initialised; None before that. Raises EPError if it was initialised
+    for other ranks than these."""
     world = len(served)
     unique_id = next((ranks[0] for ranks in served if ranks), None)
     if unique_id is None or list(served) == [(unique_id, rank, world) for rank in range(world)]:

@@ -1,10 +1,10 @@
-"""IBGDA: NVSHMEM's transport in which a GPU hands its puts to the network card by itself, for NVIDIA's InfiniBand and
-RoCE cards (driver mlx5). NVSHMEM leaves it off unless its environment says otherwise, and a thread of the host carries
-every put. What is set here before NVSHMEM is initialised gives way to what the user has set. The names are those of
-NVSHMEM's documentation, "Environment Variables".
+"""NVSHMEM's environment variables for IBGDA, the transport in which GPUs post to NVIDIA's InfiniBand and RoCE cards
+(driver mlx5) themselves. IBGDA is off by default, and a thread of the host carries every put. It is switched on here
+before NVSHMEM is initialised, unless the user has set the variables. See "Environment Variables" in NVSHMEM's
+documentation.
 
-Order between machines rests on its queue pairs: a network card carries out what is in one of them in turn. NVSHMEM
-chooses the queue pair by the block that calls, so the puts and signals of its warps to a rank share one.
+The order of puts between machines depends on queue pairs: a network card executes the requests of each one in order.
+NVSHMEM chooses the queue pair by the calling block, so puts and signals of its warps to a rank share one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_ep.errors import EPError
 ENABLE = "NVSHMEM_IB_ENABLE_IBGDA"
 QUEUE_PAIRS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
 MAP_BY = "NVSHMEM_IBGDA_RC_MAP_BY"
-ORDERED_BY = "cta"  # a block, whose warps may speak for each other; by SM, two launches may take different ones
+ORDERED_BY = "cta"  # warps of a block signal for each other; with "sm", two launches may use different queue pairs
 MULTI_PORT = ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "NVSHMEM_ENABLE_MULTI_PORT")  # the latter from NVSHMEM 3.5
 DEFAULTS = {
     MAP_BY: ORDERED_BY,
-    "NVSHMEM_MAX_TEAMS": "7",  # instead of 32, each of which takes memory: its own six and one more
-    "NVSHMEM_DISABLE_NVLS": "1",  # memory for multicast, which is not used
+    "NVSHMEM_MAX_TEAMS": "7",  # NVSHMEM's six and one more, instead of 32: each takes memory
+    "NVSHMEM_DISABLE_NVLS": "1",  # multicast memory is not used
 }
-# These, and all that begin with the prefix, must hold on all ranks alike; others, of cards say, belong to a machine.
+# Variables in ALIKE or with the prefix must be equal on all ranks; others, such as names of cards, may differ.
 PREFIX = "NVSHMEM_IBGDA_"
 ALIKE = (ENABLE, *MULTI_PORT, *DEFAULTS, "NVSHMEM_REMOTE_TRANSPORT")
 CARDS, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """How NVSHMEM reaches the ranks of other nodes, once it is initialised (`_nvshmem.Transport`)."""
+    """How an initialised NVSHMEM reaches the ranks of other nodes (`_nvshmem.Transport`)."""
 
-    mapped: int  # those whose memory this GPU loads and stores
-    networked: int  # the others
+    mapped: int  # ranks whose memory this GPU loads and stores
+    networked: int  # other ranks
     ibgda: bool
-    writes_ordered: bool  # the GPU sees the network's writes in the order in which they were made
+    writes_ordered: bool  # whether the GPU sees the network's writes in the order in which they were made
 
 
 def cards() -> list[str]:
-    """The network cards of this machine that IBGDA can use, and that this process may open."""
+    """Returns the network cards of this machine that IBGDA can use and this process may open."""
     if not any(DEVICES.glob("uverbs*")):
         return []
     drivers = {card.name: card / "device" / "driver" for card in CARDS.glob("*")}
@@ -54,17 +54,17 @@ def cards() -> list[str]:
 
 
 def has_cards() -> bool:
-    """Whether this machine has network cards of any kind for RDMA."""
+    """Returns whether this machine has any network card for RDMA."""
     return any(CARDS.glob("*"))
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user leaves IBGDA on."""
+    """Returns whether the user has not switched IBGDA off."""
     return ENABLE not in environment or _is_true(environment[ENABLE])
 
 
 def check(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ValueError for settings with which flags may overtake rows."""
+    """Raises ValueError if variables allow flags to overtake rows."""
     if not is_wanted(environment):
         return
     for name in MULTI_PORT:
@@ -81,13 +81,14 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def given(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What is set of all that ranks must set alike."""
+    """Returns the variables of `environment` that must be equal on all ranks."""
     return {name: value for name, value in environment.items() if name.startswith(PREFIX) or name in ALIKE}
 
 
 def check_alike(by_rank: Sequence[Mapping[str, str]], queue_pairs: int) -> None:
-    """by_rank: what `given` says on each rank. Raises ValueError, on all ranks alike, where what holds there differs.
+    """Raises ValueError, on all ranks alike, if variables differ between ranks.
 
+    by_rank: result of `given` on each rank.
     queue_pairs: see `prepare`.
     """
     defaults: Mapping[str, str] = settings(queue_pairs)
@@ -102,14 +103,14 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], queue_pairs: int) -> None:
 
 
 def settings(queue_pairs: int | str) -> dict[str, str]:
-    """What NVSHMEM's environment should hold for ranks on several machines, where the user has not set it."""
+    """Returns the variables for ranks on several machines, which hold where the user has not set them."""
     return {ENABLE: "1", QUEUE_PAIRS: str(queue_pairs), **DEFAULTS}
 
 
 def prepare(queue_pairs: int) -> None:
-    """Before NVSHMEM is initialised for ranks on several machines. Raises ValueError as `check` does.
+    """Sets the variables before NVSHMEM is initialised for ranks on several machines. Raises ValueError as `check`.
 
-    queue_pairs: to each rank: one for each block of a launch that puts.
+    queue_pairs: queue pairs per remote rank, one for each block of a launch that puts.
     """
     check()
     if not is_wanted(os.environ):
@@ -123,10 +124,10 @@ def prepare(queue_pairs: int) -> None:
 
 
 def judge(transport: Transport) -> tuple[bool, str]:
-    """What NVSHMEM has set up, in this environment.
+    """Returns whether signals need a fence, and a description of the transport that NVSHMEM has set up.
 
-    Returns whether signals need a fence before them, which waits for all puts of the rank to all ranks, and what to say
-    of the transport. Raises ValueError as `check` does, EPError if flags could overtake rows all the same.
+    The fence waits for all puts of the rank to all ranks. Raises ValueError as `check`, EPError if flags could overtake
+    rows in spite of fences.
     """
     if not transport.networked:
         return True, "no network: all ranks share memory"
@@ -148,7 +149,7 @@ def judge(transport: Transport) -> tuple[bool, str]:
 
 
 def report() -> str:
-    """For `megatron-ep env`."""
+    """Describes IBGDA on this machine, for `megatron-ep env`."""
     try:
         check()
     except ValueError as error:
@@ -162,5 +163,5 @@ def report() -> str:
 
 
 def _is_true(value: str) -> bool:
-    """As NVSHMEM reads a switch."""
+    """Parses a switch as NVSHMEM does."""
     return value[:1] not in tuple("0nNfF")

@@ -1,4 +1,4 @@
-"""GPUs that map each other's memory: those of one machine through CUDA IPC, or one GPU that all ranks share."""
+"""The p2p fabric: GPUs of one machine that map each other's memory through CUDA IPC, or one GPU shared by all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def low_latency(rank: GpuRank, heap: _C.LowLatencyHeap, connection: Connection) 
 
 
 def of_one_process(ranks: Sequence[int], heap: _C.Heap, device: torch.device, sms: int, config: Config) -> Connection:
-    """All ranks in this process, on one GPU."""
+    """Connects ranks that are all in this process, on one GPU."""
     return over(_own_memories(len(ranks), heap.bytes, device), ranks, heap, device, sms, config)
 
 
@@ -43,7 +43,7 @@ def over(
     sms: int,
     config: Config,
 ) -> Connection:
-    """Connects the ranks of this process with all whose memories are given."""
+    """Connects the ranks of this process. memories: memory of each rank of the buffer."""
     group = _C.CudaGroup(
         heap=heap,
         ranks=list(ranks),

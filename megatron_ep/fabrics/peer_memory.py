@@ -1,4 +1,4 @@
-"""Memory of GPUs that the processes of a machine map through CUDA IPC."""
+"""GPU memory that the processes of a machine map through CUDA IPC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ep import _C
 from megatron_ep.fabrics import gpu
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
-# Memory of other processes, by the buffers that mapped it.
+# Memory of other processes that buffers of this process have mapped.
 _mapped: weakref.WeakSet[_C.DeviceMemory] = weakref.WeakSet()
 
 
@@ -24,13 +24,13 @@ def peer_memories(
     group: str,
     node: range | None = None,
 ) -> list[Any]:
-    """Memory of so many bytes on each rank's GPU, zeroed, and mapped by the processes of its machine. Collective.
+    """Allocates `size` zeroed bytes on each rank's GPU and maps the memory of other ranks. Collective.
 
-    begin: returns when this rank writes to nobody's memory any more.
-    group: names the processes that may map it.
-    node: the ranks that do; None: all.
+    begin: returns when this rank no longer writes to the memory of other ranks.
+    group: name of the processes that may map the memory.
+    node: ranks whose memory is mapped; None: all.
 
-    Returns it by rank, None for a rank of another node.
+    Returns the memory by rank, None for a rank that is not mapped.
     """
 
     def create() -> tuple[_C.DeviceMemory, bytes]:
@@ -43,8 +43,8 @@ def peer_memories(
     mapped = range(rendezvous.world_size) if node is None else node
 
     def open_others() -> list[_C.DeviceMemory | None]:
-        # Memory that is used again was still written to by ranks that were behind this one: credits, at the end of
-        # their last call. Now all have begun, and none writes before all have come here.
+        # Slower ranks may have written the credits of their last call to memory that is reused here. All ranks have
+        # passed `begin` now, and none writes before all have finished this step.
         own.clear()
         others = {
             rank: _C.DeviceMemory.open(device.index, handles[rank], size) for rank in mapped if rank != rendezvous.rank
@@ -56,6 +56,6 @@ def peer_memories(
 
 
 def maps_others() -> bool:
-    """Whether this process maps the memory of another one through CUDA IPC."""
-    gpu.run_deferred()  # what a finalizer has dropped may be mapped still
+    """Returns whether this process maps the memory of another one through CUDA IPC."""
+    gpu.run_deferred()  # memory that a finalizer has dropped may still be mapped
     return not all(memory.is_released for memory in _mapped)

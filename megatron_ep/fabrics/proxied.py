@@ -1,10 +1,8 @@
-"""GPUs of several machines whose network is a thread of the host: over TCP (fabric "tcp"), or by a network card that
-writes to memory of the host (fabric "verbs"); or whose kernels hand what they send to the card by themselves (fabric
-"ibgda"), while the thread watches it.
+"""Fabrics of GPUs with a network thread on the host. It sends over TCP (fabric "tcp") or through a network card that
+writes to host memory (fabric "verbs"); with fabric "ibgda" kernels post to the card, and the thread only monitors it.
 
-The ranks of a node map each other's heaps through CUDA IPC. What goes to other nodes, and what comes from there, lies
-in pinned memory of the host, with the send queues that the kernels post in; the thread reads and writes it, and calls
-no CUDA.
+The ranks of a node map each other's heaps through CUDA IPC. What is sent to and received from other nodes is in pinned
+host memory, with the send queues that the kernels post to. The thread reads and writes that memory, without CUDA calls.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from megatron_ep.fabrics.tcp import Network
 
 
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: str) -> Connection:
-    """Raises ValueError where a node's ranks are on several machines.
+    """Connects the ranks. Raises ValueError if the ranks of a node are on several machines.
 
-    fabric: of `choice.OF_HOST`. Over ibgda the kernels post in the card's queues.
+    fabric: one of `choice.OF_HOST`.
     """
     direct = fabric == choice.IBGDA
     nodes = _nodes(rank.machines, heap.ranks_per_node)
@@ -83,7 +81,7 @@ def _node_of(rank: GpuRank, heap: _C.Heap) -> range:
 
 
 def _nodes(machines: Sequence[str], size: int) -> list[str]:
-    """A name for the node of each rank. machines: of each rank. size: ranks of a node."""
+    """Returns a name for the node of each rank. machines: machine of each rank. size: ranks per node."""
     names = []
     for first in range(0, len(machines), size):
         node = machines[first : first + size]

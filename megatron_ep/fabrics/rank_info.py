@@ -1,4 +1,4 @@
-"""What the ranks of a buffer tell each other first, and what must be equal among them."""
+"""What ranks exchange about themselves before they connect, and which of it must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from megatron_ep.meeting.codec import Plain
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank."""
+    """What one rank sends to the others."""
 
-    host: str  # its name
-    machine: str  # `processes.machine`
-    domain: str | None  # of NVLink, where it spans machines
+    host: str  # host name
+    machine: str  # result of `processes.machine`
+    domain: str | None  # NVLink domain, if it spans machines
     pid: int
-    device: str  # the type only
-    settings: dict[str, Plain]  # of Config and Tuning, with the timeout in force
-    topology: Topology | None  # as it was given
-    num_sms: int | None  # on a GPU
-    gpu: str | None  # its UUID
-    pci: str | None  # its address there, if torch knows it
-    near_cards: list[str] | None  # of the NUMA node that its process is bound to, of a rank on the host
-    fabric: str | None  # what the environment wants
-    ranks_per_node: str | None  # likewise
+    device: str  # device type
+    settings: dict[str, Plain]  # fields of Config and Tuning, with the timeout in force
+    topology: Topology | None  # the user's, if any
+    num_sms: int | None  # SMs of a launch, on a GPU
+    gpu: str | None  # UUID of the GPU
+    pci: str | None  # PCI address of the GPU, if torch provides it
+    near_cards: list[str] | None  # on the host: cards of the NUMA node that the process is bound to
+    fabric: str | None  # value of MEGATRON_EP_FABRIC
+    ranks_per_node: str | None  # value of MEGATRON_EP_RANKS_PER_NODE
 
     def shared(self) -> dict[str, Any]:
-        """What must be equal on all ranks, by what the user calls it."""
+        """Returns what must be equal on all ranks, by the name that the user knows."""
         return {
             "device": self.device,
             **self.settings,
@@ -48,7 +48,7 @@ class RankInfo:
 
 
 def introduce(config: Config, topology: Topology | None, device: torch.device) -> RankInfo:
-    """This process's rank. Raises ValueError for a timeout in the environment that is none."""
+    """Returns the description of this process. Raises ValueError for an invalid timeout in the environment."""
     domain, sms, uuid, pci = None, None, None, None
     if device.type == "cuda":
         sms = gpu.num_sms(config, device, 1)
@@ -80,7 +80,7 @@ def _settings_of(config: Config) -> dict[str, Plain]:
 
 
 def machines(infos: Sequence[RankInfo]) -> list[str]:
-    """The machine of each rank, as a user may read it: the host's name, and more where several machines have it."""
+    """Returns the machine of each rank as shown to users: the host name, or the full identity if names collide."""
     named: dict[str, set[str]] = {}
     for info in infos:
         named.setdefault(info.host, set()).add(info.machine)
@@ -88,8 +88,8 @@ def machines(infos: Sequence[RankInfo]) -> list[str]:
 
 
 def agreed_topology(infos: Sequence[RankInfo], config: Config) -> Topology:
-    """How the ranks lie on nodes. Raises, on all ranks alike, ValueError where they differ in what must be equal or are
-    not those of the topology, or where a node of host ranks would lie on several machines."""
+    """Returns the topology of the ranks. Raises ValueError on all ranks if settings differ between ranks, if the
+    topology has another number of ranks, or if a node of ranks on the host would span machines."""
     first, places = infos[0].shared(), machines(infos)
     for rank, info in enumerate(infos):
         for name, value in info.shared().items():
@@ -114,7 +114,7 @@ def agreed_topology(infos: Sequence[RankInfo], config: Config) -> Topology:
 
 
 def _what_fits(places: Sequence[str]) -> str:
-    """The largest nodes of which no machine has a part."""
+    """Describes the topology with the largest nodes that do not span machines."""
     size = math.gcd(*(len(list(ranks)) for _, ranks in itertools.groupby(places)))
     nodes = len(places) // size
     settings = f"--set topology.nodes={nodes} --set topology.ranks_per_node={size}"

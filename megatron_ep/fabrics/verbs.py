@@ -1,15 +1,14 @@
-"""Network cards that write to other machines' memory by themselves: InfiniBand and RoCE, through libibverbs (fabric
-"verbs"). The rank's thread for the network tells a card what to write; what ranks tell of themselves goes over TCP
-beside it (`tcp.py`), by which they also notice that one has gone.
+"""Ports of RDMA network cards (InfiniBand and RoCE), through libibverbs. With the verbs fabric the network thread of a
+rank posts to a card. A TCP connection (`tcp.py`) carries failures and status, and detects that a rank is gone.
 
-Of NVIDIA's cards (driver mlx5) ranks can write what is to be done into the card's own queues, and ring its bell, GPUs
-too: fabric "ibgda", which takes libmlx5 besides.
+With the ibgda fabric kernels and host roles post to the queues of NVIDIA's cards (driver mlx5) and ring the doorbell
+themselves, which also takes libmlx5.
 
-A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
-so that ranks of the same place on different machines have cards of the same place. Nearest to a rank on the host are
-the cards of the NUMA node that it is bound to, if that is so on all machines alike. Otherwise, and where
-MEGATRON_EP_CARDS names cards, none is nearer than another. With the ibgda fabric a rank takes several, where there are
-more near it than ranks that share them: its channels are dealt among them.
+A rank takes one of the ports that are up and nearest to its GPU, chosen by its index among the ranks of its machine, so
+that ranks of equal index on different machines have corresponding cards. A rank on the host prefers the cards of the
+NUMA node that it is bound to, if ranks of all machines are bound alike. Otherwise, and if MEGATRON_EP_CARDS is set, all
+are equally near. With ibgda a rank takes several ports, and divides its channels among them, if more are near it than
+ranks share them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from megatron_ep.fabrics import near_cards, nvshmem_env
 LIBRARY = "libibverbs.so.1"
 MLX5_LIBRARY = "libmlx5.so.1"
 VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
-# What each of them sets of a connection, the same on all ranks: the argument of `_C.Card`, the least and the most that
-# it may be, and what it is where it is not set.
+# Environment variables, equal on all ranks: the argument of `_C.Card` that each sets, its least and greatest value, and
+# its default.
 SETTINGS = {
     "MEGATRON_EP_IB_TC": ("traffic_class", 0, 255, 0),
     "MEGATRON_EP_IB_SL": ("service_level", 0, 15, 0),
@@ -36,8 +35,9 @@ SETTINGS = {
 
 
 def ports(direct: bool = False) -> list[_C.CardPort]:
-    """All of this machine. direct: in whose queues ranks are to post by themselves. Raises EPError where the libraries
-    cannot be used."""
+    """Returns all ports of this machine. Raises EPError if the libraries cannot be used.
+
+    direct: whether ranks post to the card's queues themselves (ibgda)."""
     try:
         return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
@@ -47,7 +47,7 @@ def ports(direct: bool = False) -> list[_C.CardPort]:
 
 
 def settings() -> dict[str, int]:
-    """The value of each of `SETTINGS`. Raises ValueError for one that is out of range."""
+    """Returns the value of each variable in `SETTINGS`. Raises ValueError for one that is out of range."""
     found = {}
     for name, (_, least, most, default) in SETTINGS.items():
         text = os.environ.get(name) or str(default)
@@ -58,8 +58,8 @@ def settings() -> dict[str, int]:
 
 
 def usable(direct: bool = False) -> list[_C.CardPort]:
-    """Ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown name; EPError,
-    with each port's fault, if none is left.
+    """Returns the ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown
+    name, EPError with the fault of each port if none is left.
 
     direct: see `ports`.
     """
@@ -85,12 +85,12 @@ def cards_for(
     gpus: Sequence[str | None] | None = None,
     near: Sequence[list[str] | None] | None = None,
 ) -> list[_C.Card]:
-    """Opens the ports that a rank takes over this fabric: by verbs one, by ibgda one or several. Raises as `usable`
-    does, and EPError where it fails.
+    """Opens the ports that a rank takes: one for verbs, one or several for ibgda. Raises as `usable`, and EPError if a
+    port cannot be opened.
 
-    machines: of each rank.
-    gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
-    near: of each rank on the host, the cards of the NUMA node that it is bound to, if to one.
+    machines: machine of each rank.
+    gpus: PCI address of each rank's GPU, if known; None: the ranks are on the host.
+    near: for ranks on the host, the cards of the NUMA node that each is bound to, if to one.
     """
     if fabric == "ibgda":
         return [_open(port, direct=True) for port in _ports_of(rank, machines, usable(direct=True), gpus, near)]
@@ -104,12 +104,12 @@ def _ports_of(
     gpus: Sequence[str | None] | None,
     near: Sequence[list[str] | None] | None,
 ) -> list[_C.CardPort]:
-    """All that a rank can take: first the one that it takes if it takes one."""
+    """Returns the ports that a rank may take; the first one is for a rank that takes only one."""
     there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     devices = [port.device for port in found]
     nearest = [devices for _ in there]
     if os.environ.get(VARIABLE):
-        pass  # they have been chosen
+        pass  # the user has chosen the ports in `found`
     elif gpus is not None:
         nearest = [near_cards.nearest(gpus[other], devices) for other in there]
     elif near is not None and _are_alike(machines, near):
@@ -120,8 +120,8 @@ def _ports_of(
 
 
 def _are_alike(machines: Sequence[str], near: Sequence[list[str] | None]) -> bool:
-    """Whether every rank is bound to a NUMA node, and ranks of one place on their machines have cards of the same names
-    there: then cards of the same names meet."""
+    """Returns whether every rank is bound to a NUMA node, with cards of equal names for ranks of equal index on their
+    machines, so that cards of equal names are connected."""
     by_machine: dict[str, list[list[str] | None]] = {}
     for machine, cards in zip(machines, near, strict=True):
         by_machine.setdefault(machine, []).append(cards)
@@ -129,10 +129,10 @@ def _are_alike(machines: Sequence[str], near: Sequence[list[str] | None]) -> boo
 
 
 def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -> str:
-    """What to warn of where ranks of one place on their machines, between which rows go, take ports of other names: the
-    networks of these may be apart, or one slower. Empty where they do not.
+    """Returns a warning if ranks of equal index on their machines, which exchange rows, take ports of different names:
+    their networks may be separate, or one slower. Returns "" otherwise.
 
-    cards: of each rank, the names of its ports.
+    cards: names of each rank's ports.
     """
     first: dict[int, int] = {}
     for rank, machine in enumerate(machines):
@@ -144,8 +144,7 @@ def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -
 
 
 def try_direct(gpu: int | None) -> None:
-    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `cards_for` where it
-    cannot."""
+    """Creates a queue that a GPU, or with None the host, posts to itself. Raises as `cards_for` if that fails."""
     card = _open(usable(direct=True)[0], direct=True)
     try:
         card.try_queue() if gpu is None else _C.try_card(card, gpu)
@@ -154,7 +153,7 @@ def try_direct(gpu: int | None) -> None:
 
 
 def card_at(place: int, direct: bool = False) -> _C.Card:
-    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `cards_for`.
+    """Opens the usable port of index `place`, modulo their number. Raises as `cards_for`.
 
     direct: see `ports`.
     """
@@ -171,7 +170,7 @@ def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
 
 
 def report(direct: bool = False) -> str:
-    """For `megatron-ep env`. direct: see `ports`."""
+    """Describes the ports of this machine, for `megatron-ep env`. direct: see `ports`."""
     if not nvshmem_env.has_cards():
         return nvshmem_env.NO_CARD
     try:
@@ -182,8 +181,9 @@ def report(direct: bool = False) -> str:
 
 
 def report_of_ranks(gpus: Sequence[str | None]) -> str:
-    """For `megatron-ep env`: which port each rank of this machine takes. gpus: their PCI addresses, a rank each; none:
-    the ranks are on the host."""
+    """Describes which ports the ranks of this machine take, for `megatron-ep env`.
+
+    gpus: PCI address of each rank's GPU; empty: the ranks are on the host."""
     try:
         found = usable() if nvshmem_env.has_cards() else []
     except (EPError, ValueError) as error:
@@ -204,7 +204,7 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
 
 
 def setting(port: _C.CardPort) -> str:
-    """What names this port alone in the variable."""
+    """Returns the name of this port alone, as MEGATRON_EP_CARDS takes it."""
     return f"{port.device}:{port.number}"
 
 
