@@ -13,12 +13,11 @@ PACKAGE = Path(__file__).parents[1] / "megatron_ep"
 # Packages and top-level modules of megatron_ep, and "megatron_ep" for the names that it offers. Each may import itself
 # and what stands in a line below its own.
 FLOORS = [
-    {"cli", "pretrain"},
-    {"bench", "training"},
+    {"cli"},
+    {"pretrain", "tools", "training"},
     {"deep_ep", "megatron"},
     {"megatron_ep"},
-    {"simulate"},
-    {"balance", "env", "low_latency", "overlap", "sequences"},
+    {"env", "low_latency", "overlap", "sequences"},
     {"router"},
     {"normal"},
     {"buffer"},
@@ -141,19 +140,19 @@ def test_only_what_users_name_lies_at_the_top():
             "megatron_ep.buffer imports megatron_ep.cli.main: from buffer to cli",
         ),
         (
-            "bench/layer",
+            "tools/bench",
             "from megatron_ep.training import loop",
-            "megatron_ep.bench.layer imports megatron_ep.training.loop: from bench to training",
+            "megatron_ep.tools.bench imports megatron_ep.training.loop: from tools to training",
         ),
         (
             "megatron/layer",
-            "importlib.import_module('megatron_ep.bench.layer')",
-            "megatron_ep.megatron.layer imports megatron_ep.bench.layer: from megatron to bench",
+            "importlib.import_module('megatron_ep.tools.bench')",
+            "megatron_ep.megatron.layer imports megatron_ep.tools.bench: from megatron to tools",
         ),
         (
-            "bench/layer",
+            "tools/bench",
             "def f():\n    from megatron.core import x",
-            "megatron_ep.bench.layer imports megatron.core",
+            "megatron_ep.tools.bench imports megatron.core",
         ),
         (
             "megatron/layer",
@@ -172,8 +171,8 @@ def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
         "fabrics/host": "from megatron_ep.config import Config\nfrom megatron_ep import _C",
         "megatron/layer": "import megatron_ep as ep\nfrom megatron.core import parallel_state",
         "training/loop": "from megatron_ep.megatron import layer\nimport megatron.core",
-        "bench/layer": "from megatron_ep.megatron import layer",
-        "cli/main": "from megatron_ep.bench import layer\nfrom megatron_ep.training import loop",
+        "tools/bench": "from megatron_ep.megatron import layer",
+        "cli/main": "from megatron_ep.tools import bench\nfrom megatron_ep.training import loop",
     }
 
     def write(name, text):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.arguments import positive, seconds
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import check_common, check_job
 from megatron_ep.errors import EPError
 from megatron_ep.meeting import job
+from megatron_ep.tools.arguments import positive, seconds
+from megatron_ep.tools.local_ranks import LocalRanks
 
 TOPOLOGIES = ((1, 1), (1, 4), (2, 2), (3, 2))
 TIMEOUT = 60.0  # seconds, of one wait inside a launch and of one comparison with Megatron
@@ -75,7 +75,7 @@ def _check_here() -> int:
 
 
 def _check_network(is_rank: bool, ranks: int | None, timeout: float) -> int:
-    from megatron_ep.cli import network
+    from megatron_ep.tools.network import main as network
 
     if not is_rank:
         return network.main_of_machine(ranks or 3, timeout)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import megatron_ep as ep
-from megatron_ep.bench.job_ranks import JobRanks
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.job_ranks import JobRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 NO_MEGATRON = "skipped: megatron-core is not installed, so there is nothing of Megatron's to compare with"
 MEGATRON_LAYERS: dict[str, tuple[int, dict[str, Any]]] = {  # TP, fields of TransformerConfig

@@ -11,10 +11,10 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.job_ranks import JobRanks, own_gpu
 from megatron_ep.buffer.rank_group import summable_dtypes
 from megatron_ep.cli import check_common
 from megatron_ep.errors import EPError
+from megatron_ep.tools.job_ranks import JobRanks, own_gpu
 
 BUFFER = "a buffer of all ranks"
 DIRECTIONS = 8

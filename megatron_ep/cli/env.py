@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_ep.cli.plan import default_experts, make_plan
+    from megatron_ep.cli.plan import make_plan
     from megatron_ep.config import Config, Topology, Tuning
+    from megatron_ep.tools.arguments import default_experts
 
     try:
         topology = Topology(*arguments.plan)
@@ -108,8 +109,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _times(topology: Topology, config: Config, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    from megatron_ep.cli.simulate import default_images, plan_times
-    from megatron_ep.simulate import Case, Machine
+    from megatron_ep.tools.simulate import Case, Machine
+    from megatron_ep.tools.simulate.main import default_images, plan_times
 
     case = Case(
         topology,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import importlib.metadata
-import importlib.util
-import json
 import os
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from megatron_ep.training import recipe
-
+COMMANDS = {
+    "train": "cli.train",
+    "recipe": "cli.recipe",
+    "check": "cli.check",
+    "bench": "tools.bench.main",
+    "env": "cli.env",
+    "balance": "tools.balance.main",
+    "sequences": "tools.sequences",
+    "simulate": "tools.simulate.main",
+}
 USAGE = """usage: megatron-ep COMMAND ...
 
 Megatron-Core MoE training through compiled expert-parallel dispatch.
@@ -37,31 +40,22 @@ megatron-ep COMMAND --help shows the options, megatron-ep --version the version.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 2 for a user's mistake, 1 for a failed run, 128 + N for signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {
-        "train": _train,
-        "recipe": _recipe,
-        "check": _check,
-        "bench": _bench,
-        "env": _env,
-        "balance": _balance,
-        "sequences": _sequences,
-        "simulate": _simulate,
-    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"megatron-ep {importlib.metadata.version('megatron_ep')}")
         return 0
-    command = commands.get(arguments[0])
-    if command is None:
-        print(f"megatron-ep: no command {arguments[0]!r}; there are {', '.join(commands)}", file=sys.stderr)
+    module = COMMANDS.get(arguments[0])
+    if module is None:
+        print(f"megatron-ep: no command {arguments[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return command(arguments[1:]) or 0
+        status: int = importlib.import_module(f"megatron_ep.{module}").main(arguments[1:])
     except KeyboardInterrupt:
         print("megatron-ep: interrupted", file=sys.stderr)
         return 130
+    return status
 
 
 def run() -> NoReturn:
@@ -73,217 +67,6 @@ def run() -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _recipe(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import recipe
-
-    return recipe.main(arguments)
-
-
-def _check(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import check
-
-    return check.main(arguments)
-
-
-def _bench(arguments: list[str]) -> int | None:
-    from megatron_ep.bench import main as bench
-
-    return bench.main(arguments)
-
-
-def _env(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import env
-
-    return env.main(arguments)
-
-
-def _balance(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import balance
-
-    return balance.main(arguments)
-
-
-def _sequences(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import sequences
-
-    return sequences.main(arguments)
-
-
-def _simulate(arguments: list[str]) -> int | None:
-    from megatron_ep.cli import simulate
-
-    return simulate.main(arguments)
-
-
-def _train_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "megatron-ep train",
-        description="Trains the model of a recipe. By hand: starts the recipe's ranks on this machine. Under torchrun "
-        "or in a Slurm job step: this process is one of the ranks.",
-        epilog="example: megatron-ep train tiny_moe_cpu --steps 200 --set dispatcher.type=alltoall",
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of one that comes with megatron_ep")
-    parser.add_argument("--steps", type=int, metavar="N", help="train until step N (train.train_iters)")
-    parser.add_argument("--data", metavar="FILE", help="text to train on, UTF-8 (dataset.path)")
-    parser.add_argument(
-        "--out", metavar="DIR", help="receives loss.csv, loss.png, checkpoints/ and logs/ (default: runs/RECIPE-TIME)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out DIR")
-    parser.add_argument(
-        "--megatron-lm",
-        metavar="DIR",
-        help="Megatron-LM's tree, for recipes with a section parallel (default: the variable MEGATRON_LM)",
-    )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's value"
-    )
-    return parser
-
-
-def _train(arguments: list[str]) -> int | None:
-    options = _train_parser().parse_args(arguments)
-    for module in ("megatron.core", "pydantic", "yaml"):
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
-            return 2
-    from megatron_ep.meeting import job
-    from megatron_ep.training import launcher, recipe, script_launch, script_recipe
-
-    try:
-        is_rank = job.adopt()
-        overrides = list(options.overrides)
-        if options.steps is not None:
-            overrides.append(f"train.train_iters={options.steps}")
-        if script_recipe.is_script_recipe(options.recipe):
-            for name in ("data", "out", "resume"):
-                if getattr(options, name):
-                    raise ValueError(
-                        f"--{name}: of small recipes; this one has dataset.data_path, checkpoint.save, load"
-                    )
-            script_launch.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
-        if options.data is not None:
-            overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
-        loaded = recipe.load(options.recipe, overrides)
-        out = _output_directory(options, is_rank)
-        # A launcher that restarts a rank repeats the command of a new run.
-        resume = options.resume or (job.is_restarted() and bool(_saved(out)))
-        _check_run(loaded, out, resume, is_rank)
-    except ValueError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 2
-
-    if is_rank:
-        return _train_rank(loaded, out, resume)
-    try:
-        launcher.launch(
-            loaded.topology.world_size,
-            ["train", *arguments, "--out", str(out)],
-            log_dir=out / "logs",
-            threads_per_rank=loaded.train.threads_per_rank,
-        )
-    except launcher.Interrupted as stop:
-        print(f"megatron-ep: {stop}; no rank is left running", file=sys.stderr)
-        return 128 + stop.signal
-    except launcher.LaunchError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return error.status if error.status == launcher.MISTAKE else 1
-    except OSError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _train_rank(loaded: recipe.Recipe, out: Path, resume: bool) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from megatron_ep.training import launcher
-
-    launcher.die_with_parent()
-
-    def run() -> None:
-        from megatron_ep.training.loop import train
-
-        train(loaded, out, resume)
-
-    try:
-        record(run)()  # tells the launcher, too
-    except ValueError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return launcher.MISTAKE
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _output_directory(options: argparse.Namespace, is_rank: bool) -> Path:
-    if options.out is not None:
-        return Path(options.out).resolve()
-    if options.resume:
-        raise ValueError("--resume: needs --out DIR, the directory of the run to continue")
-    if is_rank:
-        raise ValueError("--out: under torchrun or Slurm every rank needs the same --out DIR")
-    return Path("runs", f"{Path(options.recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-
-
-def _saved(out: Path) -> list[Path]:
-    return sorted((out / "checkpoints").glob("step_*[0-9]"))
-
-
-def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) -> None:
-    saved = _saved(out)
-    if resume and not saved:
-        raise ValueError(f"--resume: no checkpoint in {out / 'checkpoints'}")
-    if saved and not resume:
-        raise ValueError(
-            f"--out {out}: holds a run with checkpoints; --resume continues it, or choose another directory"
-        )
-    board = loaded.logger.tensorboard_dir
-    if board is not None and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(f"logger.tensorboard_dir is {board}, which needs tensorboard: pip install tensorboard")
-    text = loaded.dataset.path
-    if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
-        raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")
-    ranks = loaded.topology.world_size
-    if is_rank and int(os.environ["WORLD_SIZE"]) != ranks:
-        shape = f"{loaded.topology.nodes} x {loaded.topology.ranks_per_node}"
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {shape} = {ranks} ranks"
-        )
-    if loaded.train.device == "cuda":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node)) if is_rank else ranks
-        _check_gpus(loaded, ranks_here)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}") from None
-
-
-def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
-    import torch
-
-    from megatron_ep.buffer.sizes import default_sms
-    from megatron_ep.config import Topology
-    from megatron_ep.fabrics.gpu import check_device
-
-    try:
-        check_device("cuda")
-    except ValueError as error:
-        raise ValueError(f"train.device: {error}") from None
-    gpus = torch.cuda.device_count()
-    ranks = -(-ranks_here // gpus)
-    default = default_sms(Topology(loaded.topology.nodes, loaded.topology.ranks_per_node))
-    wanted = ranks * (loaded.dispatcher.num_sms or default)
-    sms = min(torch.cuda.get_device_properties(gpu).multi_processor_count for gpu in range(gpus))
-    if loaded.dispatcher.type == "ep" and wanted > sms:
-        raise ValueError(
-            f"dispatcher.num_sms is {loaded.dispatcher.num_sms or f'{default} by default'}, must be at most "
-            f"{sms // ranks} for {ranks} ranks on a GPU of {sms} SMs: they wait for each other"
-        )
 
 
 if __name__ == "__main__":

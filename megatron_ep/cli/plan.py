@@ -19,11 +19,6 @@ BF16_BYTES = 2
 Sections = dict[str, dict[str, Any]]
 
 
-def default_experts(topology: Topology) -> int:
-    """E where nobody says it: those of DeepSeek-V3, or the next number that all ranks can have alike."""
-    return -(-256 // topology.world_size) * topology.world_size
-
-
 def make_plan(
     topology: Topology, config: Config, *, hidden: int, topk: int, num_tokens: int, max_recv_tokens: int | None = None
 ) -> Sections:

@@ -1,7 +1,7 @@
 """What a Megatron user needs: the dispatcher, the MoE layer and the spec that puts it into a model, the fused router,
 the buffers that layers share, and the opt-in modules that let Megatron run without its usual hardware.
 
-`megatron_ep.training`, `megatron_ep.bench` and the command line import it; it imports the API. Its modules import
+`megatron_ep.training`, `megatron_ep.tools.bench` and the command line import it; it imports the API. Its modules import
 `megatron.core`; this one does not.
 """
 

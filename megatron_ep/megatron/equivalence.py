@@ -1,6 +1,6 @@
 """Our dispatcher and Megatron's all-to-all dispatcher on the same tokens, forward and backward.
 
-These functions run on every rank of a gloo world (see `megatron_ep.bench.local_ranks`); `check` and the tests compare
+These functions run on every rank of a gloo world (see `megatron_ep.tools.local_ranks`); `check` and the tests compare
 what they return. T tokens on this rank, H hidden, E experts, L local experts, R rows received.
 """
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.balance import trace
-from megatron_ep.megatron import agreement, shared_buffers
+from megatron_ep.megatron import agreement, shared_buffers, trace_file
 
 MAX_PASSES = 1 << 16  # of a step; more mean that nobody tells where a step ends
 
@@ -100,7 +99,7 @@ class _Step:
     def records(self) -> np.ndarray[Any, Any]:
         if self.arrived is not None:
             self.arrived.synchronize()  # a step later it has long been there
-        records = np.zeros(len(self.keys), trace.record_type(self.counts.shape[1]))
+        records = np.zeros(len(self.keys), trace_file.record_type(self.counts.shape[1]))
         records["step"], records["time"] = self.number, self.time
         records["layer"], records["micro_batch"] = np.array(self.keys).T
         records["counts"] = self.counts.numpy()
@@ -188,7 +187,7 @@ class _Recorder:
         group, expert_ranks, config = self.of_job
         topology = shared_buffers.topology_of(group)
         assert topology is not None, "its layers have dispatched"
-        header = trace.Header(
+        header = trace_file.Header(
             rank=dist.get_rank(),
             group=_ranks(group),
             expert_ranks=expert_ranks,
@@ -198,12 +197,12 @@ class _Recorder:
             expert_parameters=_expert_parameters(config) * expert_ranks // group.size(),
             device=device,
         )
-        path = trace.file_of(self.directory, header.rank)
+        path = trace_file.file_of(self.directory, header.rank)
         if path.exists() and path.stat().st_size:
-            there, length = trace.read_header(path)
+            there, length = trace_file.read_header(path)
             if there != header:
                 raise ValueError(f"trace {path}: is of another run; choose another directory")
-            whole = trace.record_type(header.num_experts).itemsize  # its writer may have been killed
+            whole = trace_file.record_type(header.num_experts).itemsize  # its writer may have been killed
             size = path.stat().st_size
             os.truncate(path, size - (size - length) % whole)
             return open(path, "ab")

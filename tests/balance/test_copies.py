@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ep.balance.copies import Copies, plan
+from megatron_ep.tools.balance.copies import Copies, plan
 
 
 @st.composite

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import routing_traces
 
-from megatron_ep.balance import gain, trace
-from megatron_ep.balance.copies import plan
-from megatron_ep.balance.gain import OVERLAPPED, PLAIN, Costs, Machine, verdict
+from megatron_ep.tools.balance import gain, trace
+from megatron_ep.tools.balance.copies import plan
+from megatron_ep.tools.balance.gain import OVERLAPPED, PLAIN, Costs, Machine, verdict
 
 # A row's products take 6 * 10^6 / 6 * 10^12 s = 1 us; to copy weights or gradients of a byte a parameter, 1 us.
 MACHINE = Machine(tflops=6.0, gb_s=1000.0)

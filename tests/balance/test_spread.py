@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import routing_traces
 
-from megatron_ep.balance import spread, trace
+from megatron_ep.tools.balance import spread, trace
 
 
 def read(directory, counts, **options):

@@ -9,7 +9,8 @@ import routing_traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ep.balance import megatron_trace, trace
+from megatron_ep.megatron import trace_file
+from megatron_ep.tools.balance import megatron_trace, trace
 
 RANDOM = np.random.default_rng(1)
 
@@ -38,13 +39,13 @@ def test_what_was_written_is_read(tmp_path_factory, shape):
 
 
 def test_a_record_is_about_a_kilobyte():
-    assert trace.record_type(256).itemsize == 20 + 4 * 256
+    assert trace_file.record_type(256).itemsize == 20 + 4 * 256
 
 
 def test_the_last_pass_of_a_repeated_step_counts(tmp_path):
     first, again = counts(steps=3), counts(steps=2)
     for rank, file in enumerate(sorted(routing_traces.write(tmp_path / "a", first, layers=(1, 2)).iterdir())):
-        more = trace.file_of(routing_traces.write(tmp_path / "b", again, layers=(1, 2), first_step=3), rank)
+        more = trace_file.file_of(routing_traces.write(tmp_path / "b", again, layers=(1, 2), first_step=3), rank)
         file.write_bytes(file.read_bytes() + more.read_bytes().partition(b"\n")[2])
     found = read_back(trace.read(tmp_path / "a"))
     assert np.array_equal(found, np.concatenate([first[:2], again]))
@@ -55,9 +56,9 @@ def test_a_step_that_a_killed_rank_has_not_written_is_left_out(records, more, st
     """Of four steps of four records."""
     written = counts(steps=4)
     routing_traces.write(tmp_path, written, layers=(1, 2))
-    cut = trace.file_of(tmp_path, 2)
+    cut = trace_file.file_of(tmp_path, 2)
     header, _, body = cut.read_bytes().partition(b"\n")
-    cut.write_bytes(header + b"\n" + body[: records * trace.record_type(8).itemsize + more])
+    cut.write_bytes(header + b"\n" + body[: records * trace_file.record_type(8).itemsize + more])
     if steps:
         assert np.array_equal(read_back(trace.read(tmp_path)), written[:steps])
     else:
@@ -87,7 +88,7 @@ def test_experts_on_several_ranks(tmp_path):
 
 
 def lose_a_rank(directory):
-    trace.file_of(directory, 1).unlink()
+    trace_file.file_of(directory, 1).unlink()
 
 
 def mix_runs(directory):
@@ -97,39 +98,39 @@ def mix_runs(directory):
 def other_layers(directory):
     changed = directory.parent / "changed"
     routing_traces.write(changed, counts(), layers=(1, 3))
-    trace.file_of(directory, 1).write_bytes(trace.file_of(changed, 1).read_bytes())
+    trace_file.file_of(directory, 1).write_bytes(trace_file.file_of(changed, 1).read_bytes())
 
 
 def other_steps(directory):
     changed = directory.parent / "changed"
     routing_traces.write(changed, counts(), layers=(1, 2), first_step=10)
-    trace.file_of(directory, 1).write_bytes(trace.file_of(changed, 1).read_bytes())
+    trace_file.file_of(directory, 1).write_bytes(trace_file.file_of(changed, 1).read_bytes())
 
 
 def no_header(directory):
-    trace.file_of(directory, 1).write_bytes(b"\0" * 100)
+    trace_file.file_of(directory, 1).write_bytes(b"\0" * 100)
 
 
 def no_json(directory):
-    trace.file_of(directory, 1).write_bytes(b"[1, 2]\n")
+    trace_file.file_of(directory, 1).write_bytes(b"[1, 2]\n")
 
 
 def half_a_header(directory):
-    file = trace.file_of(directory, 1)
+    file = trace_file.file_of(directory, 1)
     file.write_bytes(file.read_bytes()[:50])
 
 
 def nothing(directory):
-    trace.file_of(directory, 1).write_bytes(b"")
+    trace_file.file_of(directory, 1).write_bytes(b"")
 
 
 def no_steps(directory):
-    file = trace.file_of(directory, 1)
+    file = trace_file.file_of(directory, 1)
     file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\n")
 
 
 def wrong_numbers(directory):
-    file = trace.file_of(directory, 1)
+    file = trace_file.file_of(directory, 1)
     line, _, rest = file.read_bytes().partition(b"\n")
     file.write_bytes(json.dumps(json.loads(line) | {"expert_ranks": 3}).encode() + b"\n" + rest)
 
@@ -260,4 +261,4 @@ def test_megatrons_last_line_may_be_cut(tmp_path):
 def test_headers_are_checked():
     for wrong in ({"rank": 3}, {"group": (0, 0)}, {"num_experts": 0}, {"expert_ranks": 0}, {"topk": "2"}):
         with pytest.raises(ValueError):
-            trace._check(dataclasses.replace(routing_traces.HEADER, **wrong))
+            trace_file._check(dataclasses.replace(routing_traces.HEADER, **wrong))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ep.bench.report import KEY, Record, make_console, milliseconds, print_table
+from megatron_ep.tools.bench.report import KEY, Record, make_console, milliseconds, print_table
 
 Pair = tuple[Record, Record]
 

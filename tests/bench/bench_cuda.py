@@ -16,11 +16,11 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.arguments import require_topk, shape
-from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
-from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
-from megatron_ep.bench.timing import cuda_timer, time_rounds
 from megatron_ep.normal.api import SCALE_BLOCK
+from megatron_ep.tools.arguments import require_topk, shape
+from megatron_ep.tools.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
+from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
+from megatron_ep.tools.bench.timing import cuda_timer, time_rounds
 
 
 class Tokens:

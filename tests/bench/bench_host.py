@@ -19,10 +19,10 @@ from host_calls import EXPERTS, HIDDEN, TOKENS, TOPK, Call, Inputs, calls_of
 
 import megatron_ep as ep
 from megatron_ep import deep_ep
-from megatron_ep.bench.arguments import add_rounds, positive
-from megatron_ep.bench.gpu_case import require_gpu
-from megatron_ep.bench.report import WHAT, Record, Report, make_record
-from megatron_ep.bench.timing import Timer, host_timer, time_rounds
+from megatron_ep.tools.arguments import add_rounds, positive
+from megatron_ep.tools.bench.gpu_case import require_gpu
+from megatron_ep.tools.bench.report import WHAT, Record, Report, make_record
+from megatron_ep.tools.bench.timing import Timer, host_timer, time_rounds
 
 CALLS = 10  # of a round, in a row: fewer than a buffer lets the host be ahead of the GPU
 CASE = f"T={TOKENS} H={HIDDEN} K={TOPK} E={EXPERTS}"

@@ -16,10 +16,10 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.arguments import add_rounds, positive, require_memory
-from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
-from megatron_ep.bench.timing import GRAPH_CALLS, Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.router.api import grouped_topk
+from megatron_ep.tools.arguments import add_rounds, positive, require_memory
+from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Timer, cuda_timer, host_timer, time_rounds
 
 PHASES = ("forward", "forward+backward")
 Gate = Callable[[torch.Tensor], torch.Tensor]

@@ -29,16 +29,16 @@ from sequence_baselines import AllToAll, Attention, attention_of, kernel_of
 from sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
 
 import megatron_ep as ep
-from megatron_ep.bench.arguments import add_rounds, positive, require_memory, seconds
-from megatron_ep.bench.gpu_ranks import gpu_ranks
-from megatron_ep.bench.gpus import Measured, slowest
-from megatron_ep.bench.job_ranks import JobRanks, own_gpu
-from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Report, relative
-from megatron_ep.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.meeting import job
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan
+from megatron_ep.tools.arguments import add_rounds, positive, require_memory, seconds
+from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
+from megatron_ep.tools.bench.gpus import Measured, slowest
+from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Columns, Report, relative
+from megatron_ep.tools.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
+from megatron_ep.tools.job_ranks import JobRanks, own_gpu
+from megatron_ep.tools.local_ranks import LocalRanks
 
 COMMAND = "run.py sequences"
 GRADIENTS = " + gradients"  # of a phase: forward and backward

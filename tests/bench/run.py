@@ -11,7 +11,7 @@ The modules bench_NAME.py of this folder, which take the loop and the report of 
 import importlib
 import sys
 
-from megatron_ep.bench.main import run
+from megatron_ep.tools.bench.main import run
 
 NAMES = ("compare", "cuda", "host", "router", "sequences")
 

@@ -12,8 +12,8 @@ from ports import free_port
 
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench import layer
-from megatron_ep.bench import main as bench
+from megatron_ep.tools.bench import layer
+from megatron_ep.tools.bench import main as bench
 
 SIZES = ["--tokens", "24", "--hidden", "40", "--topk", "3", "--experts", "8", "--iters", "2", "--warmup", "1"]
 PHASES = {"dispatch", "combine", "dispatch+combine"}
@@ -100,10 +100,10 @@ def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys)
 
 @pytest.mark.parametrize("name", ["gpus", "network"])
 def test_benchmarks_with_a_name(monkeypatch, name):
-    named = types.ModuleType(f"megatron_ep.bench.{name}")
+    named = types.ModuleType(f"megatron_ep.tools.bench.{name}")
     named.main = lambda argv: (name, argv)
-    monkeypatch.setitem(sys.modules, f"megatron_ep.bench.{name}", named)
-    monkeypatch.setattr(f"megatron_ep.bench.{name}", named, raising=False)
+    monkeypatch.setitem(sys.modules, f"megatron_ep.tools.bench.{name}", named)
+    monkeypatch.setattr(f"megatron_ep.tools.bench.{name}", named, raising=False)
     assert bench.main([name, "--tokens", "1"]) == (name, ["--tokens", "1"])
 
 

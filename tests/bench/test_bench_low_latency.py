@@ -7,7 +7,7 @@ import types
 import torch
 
 import megatron_ep as ep
-from megatron_ep.bench import low_latency
+from megatron_ep.tools.bench import low_latency
 
 
 def test_ranks_that_share_a_gpu(monkeypatch, tmp_path, capsys):

@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench import layer, network
-from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.bench.report import Report
 from megatron_ep.errors import EPError
 from megatron_ep.meeting import processes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.tools.bench import layer, network
+from megatron_ep.tools.bench.report import Report
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 CASE = layer.Case(W, 1, "bf16", tokens=40, hidden=16, topk=2, experts=6)

@@ -5,7 +5,7 @@ import json
 import pytest
 import run
 
-from megatron_ep.bench.report import make_record
+from megatron_ep.tools.bench.report import make_record
 
 STEADY = [0.010, 0.010, 0.011]
 SLOWER = [0.013, 0.014, 0.014]

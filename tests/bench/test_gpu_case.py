@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ep.bench import gpus
-from megatron_ep.bench.gpu_case import HOT, cases_of, draw_experts
+from megatron_ep.tools.bench import gpus
+from megatron_ep.tools.bench.gpu_case import HOT, cases_of, draw_experts
 
 TOKENS, TOPK, EXPERTS = 4000, 4, 32
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep.bench import gpu_ranks
-from megatron_ep.bench.job_ranks import own_gpu
+from megatron_ep.tools.bench import gpu_ranks
+from megatron_ep.tools.job_ranks import own_gpu
 
 # `megatron-ep bench` by ranks that see these GPUs, and time nothing: the phase is the GPU that they have taken.
 PROGRAM = """
@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from megatron_ep.fabrics import gpu
 from megatron_ep.meeting import nodes
-from megatron_ep.bench import gpus, low_latency
-from megatron_ep.bench.job_ranks import own_gpu
+from megatron_ep.tools.bench import gpus, low_latency
+from megatron_ep.tools.job_ranks import own_gpu
 from megatron_ep.cli.main import main
 from megatron_ep.diagnosis import env
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_closing_ends_the_processes(ranks):
 
 
 SCRIPT = """
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 def home():
     import megatron_ep.config

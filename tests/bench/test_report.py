@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_ep.bench import gpus
-from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Report, make_record, relative
+from megatron_ep.tools.bench import gpus
+from megatron_ep.tools.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Report, make_record, relative
 
 
 def test_percentiles_are_values_that_were_measured():

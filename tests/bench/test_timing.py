@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_ep.bench.timing import busy_of_rounds, host_timer, time_rounds
+from megatron_ep.tools.bench.timing import busy_of_rounds, host_timer, time_rounds
 
 
 def test_everything_takes_its_turn_and_the_first_rounds_do_not_count():

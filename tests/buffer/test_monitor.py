@@ -14,10 +14,10 @@ import torch.distributed as dist
 from waits import within
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.diagnosis.blame import ENDED, RankStatus
 from megatron_ep.meeting.news import Failure, News
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import release
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import routing_traces
 
-from megatron_ep.balance import trace
 from megatron_ep.cli import main as cli
+from megatron_ep.megatron import trace_file
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +164,8 @@ def test_mistakes_are_told_in_one_line(arguments, words, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for name in ("bad", "half"):
         uniform(tmp_path / name)
-    trace.file_of(tmp_path / "bad", 1).write_bytes(b"something else")
-    trace.file_of(tmp_path / "half", 1).unlink()
+    trace_file.file_of(tmp_path / "bad", 1).write_bytes(b"something else")
+    trace_file.file_of(tmp_path / "half", 1).unlink()
     routing_traces.write_megatron(tmp_path / "theirs", {0: [(0, 1, [[3]])]})
     assert cli.main(["balance", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()

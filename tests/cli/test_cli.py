@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer import cuda
 from megatron_ep.cli import main as cli
+from megatron_ep.fabrics import gpu
 from megatron_ep.meeting import job
 from megatron_ep.training import launcher
 
@@ -85,10 +85,10 @@ def test_a_gpu_recipe_without_a_gpu_starts_nothing(by_hand, capsys):
     ("gpus", "ranks", "num_sms", "most"), [(1, 4, 33, None), (1, 4, 34, 33), (1, 8, "null", 16), (2, 8, "null", None)]
 )
 def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus, ranks, num_sms, most):
-    monkeypatch.setattr(cuda, "check_device", torch.device)
+    monkeypatch.setattr(gpu, "check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     h200 = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: h200)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     overrides = [f"topology.ranks_per_node={ranks}", "train.micro_batch_size=1", f"dispatcher.num_sms={num_sms}"]
     status = cli.main(["train", ON_GPU, *(word for override in overrides for word in ("--set", override))])
     assert (status, len(by_hand)) == ((0, 1) if most is None else (2, 0))
@@ -100,7 +100,7 @@ def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus
 
 def test_bench_names_its_benchmarks(capsys):
     assert cli.main(["bench", "nosuch"]) == 2
-    assert "no benchmark 'nosuch'; there are router, agreement, cuda" in capsys.readouterr().err
+    assert "no benchmark 'nosuch'; there are gpus, low-latency, network" in capsys.readouterr().err
 
 
 def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):

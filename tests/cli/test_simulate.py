@@ -8,9 +8,9 @@ import torch
 
 from megatron_ep.cli import env
 from megatron_ep.cli.main import main
-from megatron_ep.cli.simulate import default_images
 from megatron_ep.config import Topology
-from megatron_ep.simulate.pictures import ROLES
+from megatron_ep.tools.simulate.main import default_images
+from megatron_ep.tools.simulate.pictures import ROLES
 
 SMALL = ("--tokens", "64", "--experts", "64")
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from forced_machines import machines_of
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import distributed
 from megatron_ep.config import TIMEOUT_VARIABLE
 from megatron_ep.deep_ep import (
@@ -31,6 +30,7 @@ from megatron_ep.deep_ep import (
 from megatron_ep.deep_ep.layout import layout_of
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import nodes
+from megatron_ep.tools.local_ranks import LocalRanks
 
 CPU = torch.device("cpu")
 

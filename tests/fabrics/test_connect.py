@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import connect, cuda
 from megatron_ep.fabrics import atomics, choice, gpu, nvshmem, nvshmem_env, peer_memory
 from megatron_ep.fabrics.connection import Connection, GpuRank
 from megatron_ep.fabrics.rank_info import RankInfo, machines
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 BYTES = 1 << 20

@@ -39,8 +39,8 @@ step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
 step processes 90 $(tests tests/gpu/test_gpu_processes.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{transfer,launch,float8,overlap}.py)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
-step bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
-step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
+step bench 90 "$PYTHON" -m megatron_ep.tools.bench.gpus --json "$OUT/gpus.json"
+step low_latency_bench 60 "$PYTHON" -m megatron_ep.tools.bench.low_latency --json "$OUT/low_latency.json"
 eval "$("$PYTHON" tests/helpers/megatron_trees.py)"
 if [ -n "$MEGATRON_LM" ]; then
     step train 240 $(tests tests/gpu/test_gpu_train.py)

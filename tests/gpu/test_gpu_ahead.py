@@ -5,7 +5,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 2
 FEW, MANY = 300, 1500  # rows for rank 0

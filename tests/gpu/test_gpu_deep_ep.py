@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 

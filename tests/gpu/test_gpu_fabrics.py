@@ -11,8 +11,8 @@ from cases import slot_bytes, summed_on_gpus
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.fabrics import choice
+from megatron_ep.tools.local_ranks import LocalRanks
 
 CASES = [
     (fabric, nodes, ranks) for fabric in ("p2p", *choice.NETWORKS) for nodes, ranks in ((1, 2), (2, 1), (1, 4), (2, 2))

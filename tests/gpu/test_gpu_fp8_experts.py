@@ -7,7 +7,7 @@ import pytest
 import torch
 from left_out import missing
 
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 LACK = missing("megatron.core", "transformer_engine")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")

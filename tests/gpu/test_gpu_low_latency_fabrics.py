@@ -10,8 +10,8 @@ from test_gpu_fabrics import CASES, choose, need, run_or_skip
 from test_gpu_processes import make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.fabrics import choice
+from megatron_ep.tools.local_ranks import LocalRanks
 
 E, TOPK, MAX = 8, 3, 70
 TOKENS = (33, MAX, 0, 5)

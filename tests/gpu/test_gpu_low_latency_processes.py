@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W, E, K, H, MAX = 4, 8, 3, 520, 40
 

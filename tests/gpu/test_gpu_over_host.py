@@ -17,8 +17,8 @@ from test_gpu_low_latency_fabrics import inputs as low_latency_inputs
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.fabrics import choice
+from megatron_ep.tools.local_ranks import LocalRanks
 
 SHAPES = [(2, 1), (2, 2), (4, 1)]
 

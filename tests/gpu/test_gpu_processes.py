@@ -10,7 +10,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 TOKENS = (5, 0, 17, 64)  # of each rank

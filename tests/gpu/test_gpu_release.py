@@ -11,8 +11,8 @@ from test_gpu_fabrics import choose, run_or_skip
 from test_gpu_processes import make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.fabrics import choice
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 HIDDEN, TOPK, MAX = 2048, 3, 64

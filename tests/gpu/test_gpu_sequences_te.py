@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from left_out import missing
 
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 2
 LACK = missing("megatron.core", "transformer_engine") or (None if torch.cuda.device_count() >= W else "a second GPU")

@@ -185,7 +185,7 @@ def trace_layer(overlap, num_sms, trace):
 
 def layers(out, gpus, num_sms):
     """(name, trace, seconds of a forward and backward pass of the slowest rank)."""
-    from megatron_ep.bench.local_ranks import LocalRanks
+    from megatron_ep.tools.local_ranks import LocalRanks
 
     with LocalRanks(gpus, 240.0) as ranks:
         for overlap in (False, True):

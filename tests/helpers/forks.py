@@ -21,7 +21,7 @@ from typing import Any
 
 from ports import free_port
 
-from megatron_ep.bench.local_ranks import LocalRanks, _start_fork_server
+from megatron_ep.tools.local_ranks import LocalRanks, _start_fork_server
 
 LIMIT = 200.0  # seconds for one program of `run`
 PIPE_BYTES = 1 << 20  # what a program may print before somebody reads it

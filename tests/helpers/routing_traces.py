@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 
-from megatron_ep.balance import trace
+from megatron_ep.megatron import trace_file
 
-HEADER = trace.Header(
+HEADER = trace_file.Header(
     rank=0,
     group=(0,),
     expert_ranks=1,
@@ -38,13 +38,13 @@ def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, secon
             num_experts=experts,
         )
         header = dataclasses.replace(header, **fields)
-        records = np.zeros(steps * len(layers) * micro_batches, trace.record_type(experts))
+        records = np.zeros(steps * len(layers) * micro_batches, trace_file.record_type(experts))
         keys = [(s, n, m) for s in range(steps) for n in range(len(layers)) for m in range(micro_batches)]
         for record, (step, number, micro_batch) in zip(records, keys, strict=True):
             record["step"], record["layer"], record["micro_batch"] = step + first_step, layers[number], micro_batch
             record["time"] = seconds * step
             record["counts"] = counts[step, number, micro_batch, place]
-        trace.file_of(directory, rank).write_bytes(header.line() + records.tobytes())
+        trace_file.file_of(directory, rank).write_bytes(header.line() + records.tobytes())
     return directory
 
 

@@ -12,7 +12,7 @@ import what_was_sent
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W, EXPERTS, HIDDEN, MAX_TOKENS = 4, 8, 5, 20
 TIMEOUT = 2.5

@@ -23,12 +23,12 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer.of_group import OfGroup
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON
 from megatron_ep.meeting import codec, news
 from megatron_ep.meeting.news import Failure, News
 from megatron_ep.meeting.processes import process_fate
+from megatron_ep.tools.local_ranks import LocalRanks
 
 SAID = Failure(3, "timeout", "rank 3 timed out first", "rank 3, notify: waited")
 

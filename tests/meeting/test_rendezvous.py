@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.fabrics.tcp import Listening
 from megatron_ep.meeting import codec, place, processes
 from megatron_ep.meeting.rendezvous import PIECE_BYTES, RankEndedError, StoreRendezvous, agreed_name
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 PATIENCE = 1.0

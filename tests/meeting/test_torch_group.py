@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.meeting.torch_group import timeout_of
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 2
 CPU = torch.device("cpu")

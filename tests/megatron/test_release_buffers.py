@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer.host import HostBackend
 from megatron_ep.megatron import shared_buffers
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W, T, H, K = 2, 4, 8, 2
 

@@ -20,12 +20,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, g
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import ROUNDS_SCORES, EPTopKRouter, fused_router
 from megatron_ep.router.api import grouped_topk
+from megatron_ep.tools.local_ranks import LocalRanks
 
 pytestmark = pytest.mark.numerical
 

@@ -17,11 +17,11 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_ep.balance import trace
 from megatron_ep.megatron import agreement, routing_trace
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
+from megatron_ep.tools.balance import trace
 
 EXPERTS = 8
 

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from test_verbs import cards_with
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.cli import network, network_examination, network_report
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.tools.local_ranks import LocalRanks
+from megatron_ep.tools.network import examination as network_examination
+from megatron_ep.tools.network import main as network
+from megatron_ep.tools.network import report as network_report
 
 ROOT = Path(__file__).resolve().parents[2]
 on_machines = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
@@ -105,7 +107,7 @@ def test_a_good_network_between_machines_that_are_called_alike(tmp_path):
 EXAMINED = """
 import sys
 from unittest import mock
-from megatron_ep.cli import network
+from megatron_ep.tools.network import main as network
 def examined(rendezvous, timeout):
     rendezvous.barrier()
     return "all is well", 0

@@ -13,9 +13,9 @@ from forced_machines import machines_of
 from test_verbs import buffer_of, cards_with, library, own_library  # noqa: F401
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = test_tcp.W
 

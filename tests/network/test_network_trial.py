@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import tcp
-from megatron_ep.fabrics.network_trial import NetworkTrial
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.tools.local_ranks import LocalRanks
+from megatron_ep.tools.network.trial import NetworkTrial
 
 W = 3
 

@@ -11,7 +11,7 @@ from relay import Conditions, relayed
 from test_tcp import W, inputs, layer, machines_of, run_low_latency
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import monitor, sizes
 from megatron_ep.diagnosis import failures
 from megatron_ep.diagnosis.blame import RankStatus
@@ -29,6 +28,7 @@ from megatron_ep.diagnosis.disagreement import what_ranks_sent
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, tcp
 from megatron_ep.megatron import shared_buffers
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 

@@ -15,8 +15,8 @@ from test_tcp import machines_of
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench import local_ranks
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.tools import local_ranks
+from megatron_ep.tools.local_ranks import LocalRanks
 
 TOPOLOGIES = [(2, 1), (2, 2), (3, 2)]  # machines, and ranks of each
 EXPERTS, TOKENS, HIDDEN, TOPK = 2, (8, 0, 3, 8, 5, 1), 64, 2  # experts of a rank

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import rank_group
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, near_cards, nvshmem_env, verbs
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = test_tcp.W
 

@@ -16,10 +16,10 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer.host import HostBackend
 from megatron_ep.errors import describe
 from megatron_ep.meeting.nodes import VARIABLE
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 TIMEOUT = 2.5

@@ -18,10 +18,10 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import distributed, release
 from megatron_ep.buffer.host import HostBackend
 from megatron_ep.buffer.rank_group import RankGroup
+from megatron_ep.tools.local_ranks import LocalRanks
 
 W, E, K, H, T = 3, 6, 2, 16, 8
 PATIENCE_S = 1.0

@@ -1,7 +1,7 @@
 """Machines of tests in which only what is named takes time."""
 
 from megatron_ep import _simulate
-from megatron_ep.simulate import Machine
+from megatron_ep.tools.simulate import Machine
 
 RATES = {"warp_copy", "warp_sum", "warp_quantize", "sm_store", "sm_read", "sm_sum", "memory", "link", "card"}
 

@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from megatron_ep.config import Config, Topology, Tuning
-from megatron_ep.simulate import Case, Machine, calibrate, predict
-from megatron_ep.simulate.machine import FOLDER, MAX_ERROR
+from megatron_ep.tools.simulate import Case, Machine, calibrate, predict
+from megatron_ep.tools.simulate.machine import FOLDER, MAX_ERROR
 
 MEASURED = FOLDER / "h200_measured.csv"
 # A change that moves a prediction by more has made the protocol faster or slower: say so in the changes, and calibrate
-# again (python -m megatron_ep.simulate.calibrate).
+# again (python -m megatron_ep.tools.simulate.calibrate).
 MOVED = 0.05
 
 

@@ -4,7 +4,7 @@ messages."""
 import pytest
 
 from megatron_ep.config import Config, Topology, Tuning
-from megatron_ep.simulate import Case, Machine, predict
+from megatron_ep.tools.simulate import Case, Machine, predict
 
 
 def both_ways(nodes, chunk, **card):

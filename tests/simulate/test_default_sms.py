@@ -8,7 +8,7 @@ import torch
 from megatron_ep.buffer import sizes
 from megatron_ep.config import Config, Topology
 from megatron_ep.fabrics import gpu
-from megatron_ep.simulate import Case, Machine, predict
+from megatron_ep.tools.simulate import Case, Machine, predict
 
 AS_GOOD = 1.03
 

@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_ep import _simulate
-from megatron_ep.cli.plan import default_experts
 from megatron_ep.config import Config, Topology
-from megatron_ep.simulate import Case, Machine
+from megatron_ep.tools.arguments import default_experts
+from megatron_ep.tools.simulate import Case, Machine
 
 MOST_US = 300
 

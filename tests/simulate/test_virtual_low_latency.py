@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ideal_machine import ideal
 
 from megatron_ep.config import Config, Topology
-from megatron_ep.simulate import Case, Machine, predict
-from megatron_ep.simulate.case import Faults
+from megatron_ep.tools.simulate import Case, Machine, predict
+from megatron_ep.tools.simulate.case import Faults
 
 
 def case(nodes=2, ranks=2, tokens=16, experts=64, num_sms=4, **settings):

@@ -8,8 +8,8 @@ from sequence_case import draw_documents
 from megatron_ep.config import Topology
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance, cut_evenly
-from megatron_ep.simulate import Machine
-from megatron_ep.simulate.sequences import K_AND_V, K_GRADIENT, OUT, WAYS, Q, predict_ways, times_of
+from megatron_ep.tools.simulate import Machine
+from megatron_ep.tools.simulate.sequences import K_AND_V, K_GRADIENT, OUT, WAYS, Q, predict_ways, times_of
 
 ROWS = RowBytes(q=64 * 128 * 2, kv=2 * 8 * 128 * 2, out=64 * 128 * 2)
 LENGTHS = [700, 20, 300, 64, 1000, 5, 90, 500]

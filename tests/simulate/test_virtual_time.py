@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ideal_machine import ideal
 
 from megatron_ep.config import SETTING_NAMES, Topology, config_of
-from megatron_ep.simulate import Case, Machine, predict
-from megatron_ep.simulate.case import Faults
+from megatron_ep.tools.simulate import Case, Machine, predict
+from megatron_ep.tools.simulate.case import Faults
 
 ROW, SLOT = 14336, 14592  # of 7168 values of bf16 with K = 8: alone, and on the wire
 

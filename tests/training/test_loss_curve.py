@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.megatron.equivalence import join_layout
 from megatron_ep.megatron.shared_buffers import close_buffers
+from megatron_ep.tools.local_ranks import LocalRanks
 from megatron_ep.training import data, recipe
 from megatron_ep.training.model import build_model, build_optimizer
 

@@ -10,8 +10,8 @@ from layouts import ADAM, ALL, FEW, MODEL, Layout
 from public_flags import PUBLIC
 from script_ranks import STALLED, Scripts
 
-from megatron_ep.balance import trace
 from megatron_ep.megatron import flags
+from megatron_ep.tools.balance import trace
 
 pytestmark = [
     pytest.mark.needs(megatron_trees.LACK),

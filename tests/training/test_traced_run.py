@@ -8,8 +8,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import numpy as np
 
-from megatron_ep.balance import trace
 from megatron_ep.cli import main as cli
+from megatron_ep.tools.balance import trace
 from megatron_ep.training import recipe, script_flags, script_recipe
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"

@@ -3,7 +3,7 @@
 namespace ep {
 
 // How long things take on a machine: the constants of virtual time, in ns and in GB/s, which are
-// bytes a ns. They come from megatron_ep/simulate/machines, where each has its origin.
+// bytes a ns. They come from megatron_ep/tools/simulate/machines, where each has its origin.
 struct Machine {
     int sms = 0;  // of a GPU
 

@@ -1,0 +1,92 @@
+"""The file of a routing trace: how many of its tokens a rank sent to each expert, by step, layer and micro-batch.
+
+A file a rank, `rank_00003.routing`: a line of JSON (`Header`), then records of `record_type`, a whole step at a time.
+E experts; W ranks exchange tokens, EP of them have different experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUFFIX = ".routing"
+FORMAT = "megatron_ep routing 1"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank's file begins with.
+
+    rank: in the job. group: ranks of the job that exchange tokens, those with the same experts side by side.
+    expert_ranks: EP; an expert is on len(group) / EP of them. ranks_per_node: of the group. expert_parameters: of one
+    expert, on one of these. device: "cpu", or the GPU's name.
+    """
+
+    rank: int
+    group: tuple[int, ...]
+    expert_ranks: int
+    ranks_per_node: int
+    num_experts: int
+    topk: int
+    expert_parameters: int
+    device: str
+
+    def line(self) -> bytes:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode() + b"\n"
+
+
+def record_type(num_experts: int) -> np.dtype[Any]:
+    """One pass of a micro-batch through a layer: 20 + 4 E bytes. time: of the host, in seconds, at the step's end."""
+    return np.dtype(
+        [
+            ("step", "<i4"),
+            ("layer", "<i4"),
+            ("micro_batch", "<i4"),
+            ("time", "<f8"),
+            ("counts", "<u4", (num_experts,)),
+        ]
+    )
+
+
+def file_of(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}{SUFFIX}"
+
+
+def read_header(file: Path) -> tuple[Header, int]:
+    """A file's header and its length in bytes.
+
+    Raises:
+        ValueError: it cannot be read, or is no such file.
+    """
+    try:
+        with open(file, "rb") as stream:
+            line = stream.readline(1 << 20)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
+    try:
+        fields = json.loads(line)
+        if not line.endswith(b"\n") or fields.pop("format") != FORMAT:
+            raise ValueError
+        fields["group"] = tuple(fields["group"])
+        header = Header(**fields)
+        _check(header)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{file}: is no trace that --ep-trace of this version has written") from None
+    return header, len(line)
+
+
+def _check(header: Header) -> None:
+    numbers = dataclasses.astuple(header)
+    if not all(type(number) is int and number >= 0 for number in (*numbers[:1], *numbers[2:7], *header.group)):
+        raise ValueError
+    if header.rank not in header.group or len(set(header.group)) != len(header.group):
+        raise ValueError
+    if not header.expert_ranks or len(header.group) % header.expert_ranks:
+        raise ValueError
+    if not header.num_experts or header.num_experts % header.expert_ranks:
+        raise ValueError

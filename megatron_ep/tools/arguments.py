@@ -1,0 +1,109 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from megatron_ep.config import MAX_TOPK, Topology
+
+GIB = 1 << 30
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that limits a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
+
+
+def require_memory(parser: argparse.ArgumentParser, size: int, what: str) -> None:
+    """Ends the program if this machine has less memory than `size` bytes; what: takes them, by its arguments."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    if size > free:
+        parser.error(f"{what} takes {size / GIB:,.0f} GiB at least, of which this machine has {free / GIB:.0f} free")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """The type of an argument NxG, nodes x ranks of a node."""
+    nodes, x, ranks_per_node = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
+    return positive(nodes), positive(ranks_per_node)
+
+
+def add_tokens(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """--tokens, one number or several."""
+    default = {"nargs": "+", "default": [4096]} if several else {"default": 4096}
+    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens per rank (4096)", **default)
+
+
+def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> None:
+    """--hidden, --topk, --experts, with these defaults."""
+    parser.add_argument("--hidden", type=positive, default=hidden, metavar="H", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
+    parser.add_argument("--experts", type=positive, default=experts, metavar="E", help="in all (%(default)s)")
+
+
+def require_topk(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the program if a token cannot have --topk of --experts."""
+    most = min(arguments.experts, MAX_TOPK)
+    if arguments.topk > most:
+        parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
+
+
+def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None:
+    """--iters, --warmup and --json, with these defaults."""
+    parser.add_argument("--iters", type=positive, default=iters, metavar="N", help="timed rounds (%(default)s)")
+    parser.add_argument("--warmup", type=positive, default=warmup, metavar="N", help="rounds before (%(default)s)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements there")
+
+
+def default_experts(topology: Topology) -> int:
+    """E where nobody says it: those of DeepSeek-V3, or the next number that all ranks can have alike."""
+    return -(-256 // topology.world_size) * topology.world_size
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Parses a comma-separated list. Raises ValueError that names the argument."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, must be a number, or several: 2,4") from None
+
+
+def save(name: str, file: str, text: str) -> None:
+    """Writes what an argument asks for. Raises ValueError, which names the argument, where that cannot be."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{name} {file}: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read or written, without the file's name, which the caller says."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,0 +1,226 @@
+"""Reads routing traces. E experts; W ranks exchange tokens, EP of them have different experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ep.megatron.trace_file import SUFFIX, read_header, record_type
+
+# What a trace may take in memory; of a longer one, steps at even distances are read.
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange tokens, and n passes of micro-batches through their layers, in the order of the keys.
+
+    sources: what the counts' rows stand for, for messages. steps, layers, micro_batches: int [n]. counts: uint32
+    [n, W, E].
+    """
+
+    sources: tuple[int, ...]
+    steps: np.ndarray
+    layers: np.ndarray
+    micro_batches: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What all ranks have recorded, or a part of its steps.
+
+    recorded_steps: in the files. scaled: each rank's tokens stand for those of so many ranks (1: for its own).
+    ranks_per_node: of ranks that have different experts. This, expert_parameters, device and step_ms are None where the
+    files do not say.
+    """
+
+    num_experts: int
+    expert_ranks: int
+    groups: tuple[Group, ...]
+    recorded_steps: int
+    topk: int
+    scaled: int = 1
+    ranks_per_node: int | None = None
+    expert_parameters: int | None = None
+    device: str | None = None
+    step_ms: float | None = None
+
+
+def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
+    """A directory of `--ep-trace`.
+
+    Of a step that was repeated after a restart the last pass counts; steps that not all ranks have are left out.
+
+    Raises:
+        ValueError: a file is no trace, or of another run; a rank's is missing; no step is complete; ranks have recorded
+            different layers or micro-batches.
+    """
+    files = [_File(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    first = files[0].header
+    for file in files[1:]:
+        same = dataclasses.replace(file.header, rank=first.rank, group=first.group)
+        if same != first or len(file.header.group) != len(first.group):
+            raise ValueError(f"{file.path}: is of another run than {files[0].path.name}")
+    by_rank = {file.header.rank: file for file in files}
+    groups = sorted({file.header.group for file in files})
+    for group in groups:
+        for rank in group:
+            if rank not in by_rank or by_rank[rank].header.group != group:
+                raise ValueError(f"{directory}: has no file of rank {rank}, which exchanges tokens with {group[0]}")
+    members = [[by_rank[rank] for rank in group] for group in groups]
+    steps = files[0].steps
+    for file in files[1:]:
+        steps = np.intersect1d(steps, file.steps)
+    if not len(steps):
+        raise ValueError(f"{directory}: has no step that all {len(files)} ranks have recorded")
+    taken = _evenly(steps, sum(len(file.keys) for file in files) * 4 * first.num_experts, max_bytes)
+    return Trace(
+        num_experts=first.num_experts,
+        expert_ranks=first.expert_ranks,
+        groups=tuple(_group(files, taken) for files in members),
+        recorded_steps=len(steps),
+        topk=first.topk,
+        ranks_per_node=max(1, first.ranks_per_node * first.expert_ranks // len(first.group)),
+        expert_parameters=first.expert_parameters,
+        device=first.device,
+        step_ms=files[0].step_ms(),
+    )
+
+
+def _evenly(steps: np.ndarray, size: int, max_bytes: int) -> np.ndarray:
+    return steps[:: -(-size // max_bytes) or 1]
+
+
+class _File:
+    """A rank's records, not yet read, sorted by their keys [n, 3]: step, layer, micro-batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header, offset = read_header(path)
+        kind = record_type(self.header.num_experts)
+        size = path.stat().st_size - offset
+        self.records: Any = np.empty(0, kind)
+        if size >= kind.itemsize:
+            self.records = np.memmap(path, kind, "r", offset, (size // kind.itemsize,))
+        keys = np.stack([self.records[name] for name in ("step", "layer", "micro_batch")], axis=1)
+        order = np.lexsort((np.arange(len(keys)), keys[:, 2], keys[:, 1], keys[:, 0]))
+        keys = keys[order]
+        last = np.ones(len(keys), bool)
+        last[:-1] = (keys[1:] != keys[:-1]).any(axis=1)
+        if size % kind.itemsize and len(keys):  # its writer was killed in the middle of a step
+            last &= keys[:, 0] != self._cut_step(size % kind.itemsize)
+        self.keys, self.order = keys[last], order[last]
+
+    def _cut_step(self, rest: int) -> int:
+        with open(self.path, "rb") as file:
+            file.seek(-rest, os.SEEK_END)
+            begun = file.read(4)
+        return int.from_bytes(begun, "little") if len(begun) == 4 else int(self.records["step"][-1])
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.unique(self.keys[:, 0])
+
+    def of(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and counts of these steps."""
+        taken = np.isin(self.keys[:, 0], steps)
+        return self.keys[taken], self.records["counts"][self.order[taken]]
+
+    def step_ms(self) -> float | None:
+        """The median from one step's end to the next one's."""
+        steps, where = np.unique(self.keys[:, 0], return_index=True)
+        times = self.records["time"][self.order[where]]
+        between = np.diff(times)[np.diff(steps) == 1]
+        return float(np.median(between)) * 1e3 if len(between) else None
+
+
+def _group(files: Sequence[_File], steps: np.ndarray) -> Group:
+    keys, counts = files[0].of(steps)
+    all_counts = [counts]
+    for file in files[1:]:
+        others, counts = file.of(steps)
+        if not np.array_equal(keys, others):
+            raise ValueError(f"{file.path}: has other layers or micro-batches than {files[0].path.name}")
+        all_counts.append(counts)
+    return Group(files[0].header.group, keys[:, 0], keys[:, 1], keys[:, 2], np.stack(all_counts, axis=1))
+
+
+def since(trace: Trace, step: int) -> Trace:
+    """What follows from this step on.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    last = max(int(group.steps.max()) for group in trace.groups)
+    if step > last:
+        raise ValueError(f"--first-step is {step}, but the trace ends with step {last}")
+    return dataclasses.replace(trace, groups=tuple(_since(group, step) for group in trace.groups))
+
+
+def _since(group: Group, step: int) -> Group:
+    taken = group.steps >= step
+    return Group(
+        group.sources, group.steps[taken], group.layers[taken], group.micro_batches[taken], group.counts[taken]
+    )
+
+
+def regrouped(trace: Trace, expert_ranks: int) -> Trace:
+    """Returns the same tokens on another number of ranks. For fewer, ranks side by side make groups; for more, groups
+    are joined as far as there are some, and each rank's tokens then stand for those of several.
+
+    Raises:
+        ValueError: the experts do not divide among them, or they are no multiple or part of those recorded.
+    """
+    if trace.num_experts % expert_ranks:
+        raise ValueError(f"--ep is {expert_ranks}, must divide the {trace.num_experts} experts")
+    if expert_ranks == trace.expert_ranks:
+        return trace
+    if expert_ranks < trace.expert_ranks:
+        if trace.expert_ranks % expert_ranks:
+            raise ValueError(f"--ep is {expert_ranks}, must divide the {trace.expert_ranks} ranks of the trace")
+        parts = trace.expert_ranks // expert_ranks
+        groups = [part for group in trace.groups for part in _parts(group, parts)]
+        return dataclasses.replace(trace, expert_ranks=expert_ranks, groups=tuple(groups))
+    times, rest = divmod(expert_ranks, trace.expert_ranks)
+    if rest:
+        raise ValueError(f"--ep is {expert_ranks}, must be a multiple of the {trace.expert_ranks} ranks of the trace")
+    joined = max(n for n in range(1, times + 1) if times % n == 0 and _can_join(trace.groups, n))
+    groups = [_joined(trace.groups[i : i + joined]) for i in range(0, len(trace.groups), joined)]
+    return dataclasses.replace(
+        trace, expert_ranks=expert_ranks, groups=tuple(groups), scaled=trace.scaled * times // joined
+    )
+
+
+def _parts(group: Group, parts: int) -> list[Group]:
+    size = len(group.sources) // parts
+    return [
+        dataclasses.replace(
+            group, sources=group.sources[i : i + size], counts=np.ascontiguousarray(group.counts[:, i : i + size])
+        )
+        for i in range(0, len(group.sources), size)
+    ]
+
+
+def _keys(group: Group) -> np.ndarray:
+    return np.stack([group.steps, group.layers, group.micro_batches])
+
+
+def _can_join(groups: Sequence[Group], count: int) -> bool:
+    """Whether so many groups in a row have always passed the same layers."""
+    return len(groups) % count == 0 and all(
+        np.array_equal(_keys(groups[i]), _keys(groups[i - i % count])) for i in range(len(groups))
+    )
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    sources = tuple(source for group in groups for source in group.sources)
+    return dataclasses.replace(
+        groups[0], sources=sources, counts=np.concatenate([group.counts for group in groups], axis=1)
+    )

@@ -1,0 +1,280 @@
+"""`megatron-ep bench gpus`: dispatch and combine between the GPUs of this machine, a process a GPU, by CUDA events;
+under torchrun or in a Slurm job step between those of the job, on any number of machines.
+
+Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Core's all-to-all dispatcher makes around
+it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
+A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
+"(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
+"(kernels)", while a kernel of the call runs, by torch's profiler; with --graphs "(graph)", in a CUDA graph of many
+calls, where the GPU waits for no host: what few tokens take (of many, a combine there makes no sums beside its
+exchange). "host_waits": the host waits for the counts, which are those of the dispatch before; "wrong_guess": half as
+many rows were expected.
+T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
+go to, which is what an expert-parallel dispatch must move at least; "there and back" both ways. All-to-all moves a row
+for each expert. bf16, but for "dispatch fp8": rows that are fp8 already, and their scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import float8
+from megatron_ep.buffer.any_buffer import rank_group_of
+from megatron_ep.tools.arguments import positive, require_topk
+from megatron_ep.tools.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
+from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
+from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.tools.bench.timing import (
+    GRAPH_CALLS,
+    Step,
+    Timer,
+    captured,
+    cuda_timer,
+    host_timer,
+    kernel_seconds,
+    time_rounds,
+)
+from megatron_ep.tools.job_ranks import own_gpu
+
+Steps = dict[tuple[str, str], Step]  # by phase and implementation
+IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
+    arguments = _parse(argv)
+    of_load = len(cases_of(arguments, 2, 1, 1))  # at most
+    timeout = 60.0 + 15.0 * len(arguments.tokens) * len(arguments.routing) * of_load
+    with gpu_ranks("megatron-ep bench gpus", timeout) as ranks:
+        topology = topology_of(ranks.topology, arguments.nodes, arguments.experts)
+        report = Report(arguments.json, ranks.rank)
+        loads = [
+            cases_of(arguments, topology.nodes, topology.ranks_per_node, tokens, routing)
+            for tokens in arguments.tokens
+            for routing in arguments.routing
+        ]
+        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels, arguments.graphs)
+    by_case: dict[str, list[Record]] = {}
+    for same in zip(*by_rank, strict=True):
+        by_case.setdefault(same[0].case, []).append(slowest(same))
+    for case, records in by_case.items():
+        columns = WHAT | PERCENTILES | RATE
+        report.add(f"{case}: the slowest rank, its tokens counted once for each rank that they go to", records, columns)
+    return 0
+
+
+def topology_of(found: ep.Topology, nodes: int | None, experts: int) -> ep.Topology:
+    """Returns the topology of these ranks, on the given number of nodes if any. Raises ValueError if the numbers do not
+    fit."""
+    gpus = found.world_size
+    if gpus < 2:
+        raise ValueError(f"there is {gpus} GPU, must be at least 2")
+    if nodes is not None and gpus % nodes:
+        raise ValueError(f"--nodes is {nodes}, must divide the {gpus} GPUs")
+    if experts % gpus:
+        raise ValueError(f"--experts is {experts}, must be a multiple of {gpus} GPUs")
+    return found if nodes is None else ep.Topology(nodes, gpus // nodes)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--nodes", type=positive, help="nodes that the GPUs are dealt to (as a buffer finds them)")
+    parser.add_argument(
+        "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
+    )
+    parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
+    parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)
+    arguments = parser.parse_args(argv)
+    require_topk(parser, arguments)
+    return arguments
+
+
+class Tokens:
+    """What this rank dispatches, and where torch says that it goes: the rows of all-to-all, one for each expert."""
+
+    def __init__(self, case: Case, rank: int, world_size: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(rank)
+        self.x = torch.randn(case.tokens, case.hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
+        self.weights, self.ids = draw_experts(case.routing, case.tokens, case.topk, case.experts, generator)
+        by_expert = self.ids.flatten().sort(stable=True)
+        self.token_of_row = by_expert.indices // case.topk
+        local_experts = case.experts // world_size
+        ranks = self.ids // local_experts
+        self.distinct_rows = sum(int((ranks == r).any(dim=1).sum()) for r in range(world_size))
+        counts = torch.bincount(by_expert.values, minlength=case.experts).view(world_size, local_experts).cpu()
+        gathered: list[Any] = [None] * world_size
+        dist.all_gather_object(gathered, counts)
+        self.sent = counts.sum(dim=1).tolist()
+        incoming = torch.stack([counts[rank] for counts in gathered])  # [W, L]
+        self.received = incoming.sum(dim=1).tolist()
+        expert_of_row = torch.arange(local_experts).repeat(world_size).repeat_interleave(incoming.flatten())
+        self.grouped = expert_of_row.sort(stable=True).indices.cuda()
+        self.ungrouped = self.grouped.argsort()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed."""
+
+    case: str
+    phase: str
+    implementation: str
+    seconds: list[float]  # of each round
+    size: int  # bytes
+    settings: dict[str, Any]
+
+
+def measure(
+    loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False, graphs: bool = False
+) -> list[Measured]:
+    """Runs on every rank. loads: cases of the same tokens. Raises AssertionError when dispatch does not give what
+    all-to-all gives."""
+    torch.cuda.set_device(own_gpu())
+    nccl = dist.new_group(backend="nccl")
+    with torch.no_grad():
+        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels, graphs)]
+
+
+def _measure(
+    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, kernels: bool, graphs: bool
+) -> list[Measured]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokens = Tokens(cases[0], rank, world_size)
+    sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
+    measured = []
+
+    def run(case: str, steps: Steps, **settings: Any) -> None:
+        for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
+            size = size_of(phase, tokens.distinct_rows, cases[0].hidden)
+            ways: dict[str, Callable[[int, int], list[float]]] = {
+                "": partial(_seconds_of, cuda_timer(step)),
+                " (api)": partial(_seconds_of, host_timer(step, before=_meet, after=torch.cuda.synchronize)),
+            }
+            if kernels:
+                ways[" (kernels)"] = partial(kernel_seconds, step, when_warm=_meet)
+            if graphs and implementation in IN_GRAPHS:
+                ways[" (graph)"] = partial(_seconds_in_graph, step)
+            for way, seconds_of in ways.items():
+                seconds = seconds_of(warmup, iterations)
+                measured.append(Measured(case, phase + way, implementation, seconds, size, settings))
+
+    def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
+        dist.all_to_all_single(out, rows, received, sent, group=nccl)
+        return out
+
+    def nccl_dispatch() -> torch.Tensor:
+        rows = exchange(tokens.x.index_select(0, tokens.token_of_row), tokens.sent, tokens.received)
+        return rows.index_select(0, tokens.grouped)
+
+    def nccl_combine() -> torch.Tensor:
+        rows = exchange(expected.index_select(0, tokens.ungrouped), tokens.received, tokens.sent)
+        return sums.zero_().index_add_(0, tokens.token_of_row, rows.float()).to(rows.dtype)
+
+    expected = nccl_dispatch()
+    other = (own_gpu() + 1) % torch.cuda.device_count()  # of those that this process sees
+    neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{other}").to(torch.bfloat16)
+    source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
+    baselines: Steps = {
+        ("dispatch", "nccl_all_to_all"): nccl_dispatch,
+        ("combine", "nccl_all_to_all"): nccl_combine,
+        ("copy", "to_a_neighbour" if other != own_gpu() else "to_itself"): lambda: neighbour.copy_(source),
+    }
+    run(f"{world_size} GPUs {cases[0].sizes}", baselines)
+    for case in cases:
+        topology = ep.Topology(case.nodes, case.ranks_per_node)
+        with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
+            run(str(case), _steps(tokens, buffer, expected), **asdict(case))
+            buffer.synchronize()
+    return measured
+
+
+def size_of(phase: str, rows: int, hidden: int) -> int:
+    """Bytes of so many rows; of a phase that goes there and back, both ways."""
+    ways = 2 if phase.startswith("there and back") else 1
+    return ways * rows * row_bytes(hidden, fp8="fp8" in phase)
+
+
+def _seconds_in_graph(step: Step, warmup: int, iterations: int) -> list[float]:
+    graph = captured(step, _meet)
+    seconds = _seconds_of(cuda_timer(graph.replay, GRAPH_CALLS), warmup, iterations)
+    _meet()
+    return seconds
+
+
+def _seconds_of(timer: Timer, warmup: int, iterations: int) -> list[float]:
+    [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=_meet).values()
+    return seconds
+
+
+def _meet() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
+    def host_waits() -> Any:
+        return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
+
+    received = host_waits()
+    assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
+    handle, most = received.handle, max(1, len(received.x))
+    values, scales = float8.quantize(tokens.x)
+    flat = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, layout="flat")
+    most_flat = max(1, len(flat.x))
+
+    def with_counts() -> Any:
+        return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
+
+    def wrong_guess() -> Any:
+        group = rank_group_of(buffer)
+        assert group.last_counts is not None, "the host has waited before"
+        group.last_counts = group.last_counts._replace(expert_rows=most // 2)
+        return host_waits()
+
+    def there_and_back() -> Any:
+        rows = with_counts()
+        return ep.combine(rows.x, rows.handle)
+
+    def there_and_back_flat() -> Any:
+        rows = ep.dispatch(
+            tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most_flat, layout="flat"
+        )
+        return ep.combine(rows.x, rows.handle)
+
+    return {
+        ("dispatch", "ours"): lambda: ep.dispatch(tokens.x, topk_weights=tokens.weights, handle=handle),
+        ("dispatch", "ours_with_counts"): with_counts,
+        ("dispatch", "ours_host_waits"): host_waits,
+        ("dispatch", "ours_wrong_guess"): wrong_guess,
+        ("dispatch fp8", "ours"): lambda: ep.dispatch(
+            values, topk_weights=tokens.weights, scales=scales, handle=handle
+        ),
+        ("combine", "ours"): lambda: ep.combine(expected, handle),
+        ("there and back", "ours_with_counts"): there_and_back,
+        ("there and back, flat", "ours_with_counts"): there_and_back_flat,
+    }
+
+
+def slowest(same: Sequence[Measured]) -> Record:
+    """The record of one thing that every rank timed: each round's slowest rank, and what a rank moves on average."""
+    first = same[0]
+    seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
+    size = fmean(measured.size for measured in same)
+    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""`megatron-ep bench low-latency`: the low-latency mode on GPUs, by CUDA events: a rank on each GPU of this machine, or
+all ranks on one; under torchrun or in a Slurm job step the ranks of the job, on any number of machines.
+
+Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
+(`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
+tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes, on average: its tokens, once for each rank
+that they go to; of a "pair" both ways. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back
+is bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.meeting import job
+from megatron_ep.tools.arguments import add_rounds, add_sizes, positive, require_topk
+from megatron_ep.tools.bench.gpu_case import require_gpu, row_bytes
+from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
+from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, time_rounds
+from megatron_ep.tools.job_ranks import own_gpu
+
+COMMAND = "megatron-ep bench low-latency"
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    nodes: int
+    on_one_gpu: bool
+    num_sms: int
+    max_tokens: int
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+
+    def __str__(self) -> str:
+        where = "on one GPU" if self.on_one_gpu else "GPUs" if self.nodes == 1 else f"GPUs of {self.nodes} nodes"
+        sizes = f"T={self.tokens} of {self.max_tokens} H={self.hidden} K={self.topk} E={self.experts}"
+        return f"{self.world_size} {where} sms={self.num_sms} {sizes}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed."""
+
+    phase: str
+    implementation: str
+    seconds: list[float]  # of each round
+    size: float  # bytes of a rank
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
+    arguments = _parse(argv)
+    is_rank = job.adopt()
+    if is_rank and arguments.ranks is not None:
+        raise ValueError("--ranks: the launcher has started them")
+    if not is_rank:
+        require_gpu(COMMAND)
+    if is_rank or (arguments.ranks is None and torch.cuda.device_count() > 1):
+        with gpu_ranks(COMMAND, 60.0 + 30.0 * len(arguments.num_sms) * len(arguments.batch)) as ranks:
+            report = Report(arguments.json, ranks.rank)
+            cases = cases_of(arguments, ranks.world_size, ranks.topology.nodes)
+            by_rank = ranks.run(measure_rank, cases, arguments.warmup, arguments.iters)
+    else:
+        report = Report(arguments.json)
+        world_size = arguments.ranks or 8
+        sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if max(arguments.num_sms) * world_size > sms:
+            report.say(f"\n{world_size} ranks share {sms} SMs: at most {sms // world_size} of a rank")
+        cases = cases_of(arguments, world_size, max_sms=sms // world_size)
+        by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        records = [_slowest(case, same) for same in zip(*of_ranks, strict=True)]
+        report.add(f"{case}: the slowest rank", records, WHAT | PERCENTILES | RATE)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(COMMAND, description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--ranks", type=positive, metavar="W", help="all on one GPU (a rank on each; 8 if it is one)")
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=[16, 24, 32], help="per rank (%(default)s)")
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 32, 128], metavar="T", help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="per rank (%(default)s)")
+    add_sizes(parser, hidden=7168, experts=256)
+    add_rounds(parser, warmup=5, iters=30)
+    arguments = parser.parse_args(argv)
+    require_topk(parser, arguments)
+    if max(arguments.batch) > arguments.max_tokens:
+        parser.error(f"--batch {max(arguments.batch)} is over --max-tokens {arguments.max_tokens}")
+    return arguments
+
+
+def cases_of(
+    arguments: argparse.Namespace, world_size: int, nodes: int = 1, *, max_sms: int | None = None
+) -> list[Case]:
+    """max_sms: those that a rank can have where all are on one GPU, instead of more.
+
+    Raises ValueError where the experts cannot be dealt to the ranks.
+    """
+    if arguments.experts % world_size:
+        raise ValueError(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
+    sizes = (arguments.hidden, arguments.topk, arguments.experts)
+    first = Case(world_size, nodes, max_sms is not None, 1, arguments.max_tokens, 1, *sizes)
+    num_sms = dict.fromkeys(sms if max_sms is None else min(sms, max_sms) for sms in arguments.num_sms)
+    return [replace(first, num_sms=sms, tokens=t) for sms in num_sms for t in arguments.batch]
+
+
+def _inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(rank)
+    x = torch.randn(case.tokens, case.hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
+    scores = torch.rand(case.tokens, case.experts, generator=generator, device="cuda")
+    weights, ids = scores.topk(case.topk, dim=1)
+    return x, ids, weights
+
+
+def _rows(case: Case, ids: torch.Tensor) -> int:
+    ranks = ids // (case.experts // case.world_size)
+    return sum(int((ranks == rank).any(dim=1).sum()) for rank in range(case.world_size))
+
+
+def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measured]:
+    """All ranks of a LocalCluster, whose launches follow each other."""
+    config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
+    with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
+        x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
+        rows = fmean(_rows(case, idx) for idx in ids)
+        return _measure(case, cluster, x, ids, weights, rows, warmup, iterations, torch.cuda.synchronize)
+
+
+def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
+    """Runs on every rank, each with a GPU of its own."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(own_gpu())
+
+    def meet() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    measured = []
+    for case in cases:
+        config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
+        with ep.Buffer(None, config, device="cuda") as buffer, torch.no_grad():
+            inputs = _inputs(case, rank)
+            measured.append(_measure(case, buffer, *inputs, _rows(case, inputs[1]), warmup, iterations, meet))
+    return measured
+
+
+def _measure(
+    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: float, warmup: int, iterations: int, meet: Step
+) -> list[Measured]:
+    low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
+    measured = []
+    for phase, (step, moved) in _phases(case, low_latency, x, ids, weights, num_rows).items():
+        graph = captured(step, meet)
+        timers = {
+            "eager": cuda_timer(step),
+            "host": host_timer(step, before=torch.cuda.synchronize),
+            "graph": cuda_timer(graph.replay, GRAPH_CALLS),
+        }
+        for name, timer in timers.items():
+            [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
+            measured.append(Measured(phase, name, seconds, moved))
+        meet()
+        buffer.synchronize()
+        meet()
+        del graph
+    return measured
+
+
+def _phases(
+    case: Case, low_latency: ep.LowLatency, x: Any, ids: Any, weights: Any, num_rows: float
+) -> dict[str, tuple[Step, float]]:
+    """What is timed, and the bytes of a rank that it moves."""
+    size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
+    received = low_latency.dispatch(x, ids, weights)
+    rows = received.x
+    dispatch = partial(low_latency.dispatch, x, ids)
+    dispatch_fp8 = partial(dispatch, fp8="fp32", scale_layout="column")
+
+    def at_token(y: Any, got: Any, **hook: Any) -> Any:
+        return low_latency.combine(y, got.handle, weights, **hook)
+
+    def at_expert(y: Any, got: Any, **hook: Any) -> Any:
+        return low_latency.combine(y, got.handle, row_weights=got.probs, sum_at="expert", **hook)
+
+    def pair(dispatch: Any, combine: Any, y: Any = None) -> Step:
+        """y: what the experts make of the rows, or these themselves."""
+
+        def step() -> None:
+            got = dispatch()
+            combine(got.x if y is None else y, got)
+
+        return step
+
+    def hooks(dispatch: Any, combine: Any, y: Any = None) -> Step:
+        def step() -> None:
+            got, hook = dispatch(return_recv_hook=True)
+            hook()
+            _, hook = combine(got.x if y is None else y, got, return_recv_hook=True)
+            hook()
+
+        return step
+
+    weighted, weighted_fp8 = (partial(kind, topk_weights=weights) for kind in (dispatch, dispatch_fp8))
+    return {
+        "dispatch": (dispatch, size),
+        "dispatch fp8": (dispatch_fp8, fp8_size),
+        "combine": (partial(at_token, rows, received), size),
+        "combine at expert": (partial(at_expert, rows, received), size),
+        "pair": (pair(dispatch, at_token), 2 * size),
+        "pair, hooks": (hooks(dispatch, at_token), 2 * size),
+        "pair at expert": (pair(weighted, at_expert), 2 * size),
+        "pair at expert, hooks": (hooks(weighted, at_expert), 2 * size),
+        "pair fp8": (pair(dispatch_fp8, at_token, rows), size + fp8_size),
+        "pair fp8 at expert": (pair(weighted_fp8, at_expert, rows), size + fp8_size),
+        "pair fp8, hooks": (hooks(dispatch_fp8, at_token, rows), size + fp8_size),
+    }
+
+
+def _slowest(case: Case, same: Sequence[Measured]) -> Record:
+    seconds = [max(of_round) for of_round in zip(*(rank.seconds for rank in same), strict=True)]
+    first = same[0]
+    size = fmean(rank.size for rank in same)
+    return make_record(case, first.phase, first.implementation, seconds, size, **asdict(case))
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""`megatron-ep bench NAME`: one of `bench.NAMES`; without a name, a layer on the host."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_ep.meeting import job
+from megatron_ep.tools.bench import NAMES
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark that the first argument names, which imports what it needs."""
+    if argv and argv[0] in NAMES:
+        name, argv = argv[0].replace("-", "_"), argv[1:]
+    elif argv and not argv[0].startswith("-"):
+        print(f"megatron-ep bench: no benchmark {argv[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    else:
+        name = "layer"
+    return run(importlib.import_module(f"megatron_ep.tools.bench.{name}").main, argv)
+
+
+def run(benchmark: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Runs one benchmark. Returns its exit status: 2 for a mistake, and for sizes that do not fit."""
+    try:
+        job.adopt()  # or a Slurm step tells too little of itself
+        return benchmark(argv)
+    except ValueError as error:
+        print(f"megatron-ep bench: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        import torch  # some of them need no torch, and start faster without
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(f"megatron-ep bench: these sizes do not fit: {str(error).partition('. ')[0]}", file=sys.stderr)
+        return 2

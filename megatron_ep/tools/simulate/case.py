@@ -1,0 +1,280 @@
+"""What is simulated: ranks, rows, routing and settings, and what a buffer makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ep import _C
+from megatron_ep.buffer import sizes
+from megatron_ep.buffer.cuda import MIN_STORES_PER_SM, CudaBackend
+from megatron_ep.config import (
+    MAX_LOW_LATENCY_TOKENS,
+    MAX_NODE_RANKS,
+    MAX_TOPK,
+    Config,
+    Topology,
+    is_number,
+    require_int,
+)
+from megatron_ep.normal.launches import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
+from megatron_ep.tools.simulate import routing
+
+BF16_BYTES, SCALE_BYTES, WEIGHT_BYTES, BLOCK = 2, 4, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
+MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is not as it should be. Ranks are those that are simulated; -1: none.
+
+    slow_rank, slow_speed: the network card of that rank has that part of its bandwidth.
+    late_rank, late_us: that rank begins each call so much later.
+    lossy_rank, lost_signal: the so-many-th signal of that rank over the network, from 1, never arrives.
+    """
+
+    slow_rank: int = -1
+    slow_speed: float = 1.0
+    late_rank: int = -1
+    late_us: float = 0.0
+    lossy_rank: int = -1
+    lost_signal: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dispatch and a combine, a process a GPU.
+
+    config: as of a `Buffer`; what it leaves open is what a buffer takes.
+    mode: "normal", or "low-latency": both halves of a call in one launch, a `LowLatency` of as many tokens.
+    num_tokens, hidden, topk: T, H and K.
+    dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16. In the low-latency
+        mode rows of bf16 become fp8 on the way.
+    sum_at: of the low-latency mode's combine, "token" or "expert", see `LowLatency.combine`.
+    routing: see `routing.draw`.
+    images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N,
+        as it has to be with maps_rail.
+    maps_rail: nodes reach each other's memory, as nodes of one NVLink domain do: no network cards.
+    seed: of the experts that tokens choose.
+    order_seed: of the order in which happens what happens at the same time; 0: as it was announced.
+    timeout: of a wait, in seconds of virtual time.
+    """
+
+    topology: Topology
+    config: Config
+    mode: str = "normal"
+    num_tokens: int = 4096
+    hidden: int = 7168
+    topk: int = 8
+    dtype: str = "bf16"
+    sum_at: str = "token"
+    routing: str = "uniform"
+    images: int | None = None
+    maps_rail: bool = False
+    seed: int = 0
+    order_seed: int = 0
+    timeout: float = 10.0
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        self.config.check_ranks(self.topology)
+        require_int("ranks_per_node", self.topology.ranks_per_node, 1, MAX_NODE_RANKS)
+        if self.mode not in ("normal", "low-latency"):
+            raise ValueError(f"mode is {self.mode!r}, must be normal or low-latency")
+        require_int("num_tokens", self.num_tokens, 1, MAX_LOW_LATENCY_TOKENS if self.is_low_latency else MAX_TOKENS)
+        require_int("hidden", self.hidden, 8, MAX_HIDDEN)
+        require_int("topk", self.topk, 1, min(MAX_TOPK, self.config.num_experts))
+        if self.dtype not in ("bf16", "fp8"):
+            raise ValueError(f"dtype is {self.dtype!r}, must be bf16 or fp8")
+        if self.sum_at not in ("token", "expert"):
+            raise ValueError(f"sum_at is {self.sum_at!r}, must be token or expert")
+        if self.sum_at == "expert" and not self.is_low_latency:
+            raise ValueError("sum_at is 'expert', which only mode low-latency has")
+        if self.hidden % 8:
+            raise ValueError(f"hidden is {self.hidden}, must be a multiple of 8")
+        if self.images is not None and (self.images < 1 or self.topology.nodes % self.images):
+            raise ValueError(f"images is {self.images}, must divide the {self.topology.nodes} nodes")
+        if self.maps_rail and self.simulated_nodes < self.topology.nodes:
+            raise ValueError(f"images is {self.images}, must be None where nodes reach each other's memory")
+        require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
+        routing.check(
+            self.routing,
+            self.topology,
+            simulated_ranks=self.simulated_ranks,
+            num_tokens=self.num_tokens,
+            topk=self.topk,
+            num_experts=self.config.num_experts,
+        )
+        if not is_number(self.timeout) or not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout is {self.timeout!r}, must be a number of seconds in (0, 1e6]")
+        for name in ("slow_rank", "late_rank", "lossy_rank"):
+            require_int(f"faults.{name}", getattr(self.faults, name), -1, self.simulated_ranks - 1)
+        if not 0 < self.faults.slow_speed <= 1:
+            raise ValueError(f"faults.slow_speed is {self.faults.slow_speed}, must be in (0, 1]")
+        if not 0 <= self.faults.late_us <= 1e9:
+            raise ValueError(f"faults.late_us is {self.faults.late_us}, must be in [0, 1e9]")
+        require_int("num_sms", self.num_sms, 1, 1 << 10)
+
+    @property
+    def is_low_latency(self) -> bool:
+        return self.mode == "low-latency"
+
+    @property
+    def simulated_nodes(self) -> int:
+        return self.images or self.topology.nodes
+
+    @property
+    def simulated_ranks(self) -> int:
+        return self.simulated_nodes * self.topology.ranks_per_node
+
+    @property
+    def num_sms(self) -> int:
+        if self.config.num_sms is not None:
+            return self.config.num_sms
+        if self.is_low_latency:
+            return sizes.DEFAULT_SMS if self.uses_network else sizes.LINES_SMS
+        return sizes.default_sms(self.topology)
+
+    @property
+    def uses_network(self) -> bool:
+        return self.topology.nodes > 1 and not self.maps_rail
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row of dispatch: payload and scales."""
+        if self.dtype == "bf16":
+            return self.hidden * BF16_BYTES, 0
+        return self.hidden, -(-self.hidden // BLOCK) * SCALE_BYTES
+
+    @property
+    def combine_bytes(self) -> int:
+        """Bytes of a row of combine, which has no scales."""
+        return self.hidden * BF16_BYTES
+
+    def row_format(self, payload_bytes: int, scale_bytes: int) -> _C.RowFormat:
+        return _C.RowFormat(
+            payload_bytes=payload_bytes,
+            scale_bytes=scale_bytes,
+            weight_bytes=WEIGHT_BYTES,
+            topk=self.topk,
+            payload_type=0,
+        )
+
+    def compiled_settings(self, traced_rank: int = -1) -> dict[str, Any]:
+        """For the extension, but for the choices of experts."""
+        of_mode = self._low_latency_settings() if self.is_low_latency else self._normal_settings()
+        return {
+            "nodes": self.topology.nodes,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "simulated_nodes": self.simulated_nodes,
+            "num_experts": self.config.num_experts,
+            "topk": self.topk,
+            "num_tokens": self.num_tokens,
+            "num_sms": self.num_sms,
+            "maps_rail": self.maps_rail,
+            "run": run_settings(self.timeout, self.faults, traced_rank, self.order_seed),
+            **of_mode,
+        }
+
+    def _low_latency_settings(self) -> dict[str, Any]:
+        payload, scales = self.row_bytes
+        return {
+            "payload_bytes": payload,
+            "scale_bytes": scales,
+            "combine_bytes": self.combine_bytes,
+            "quantizes": self.dtype == "fp8",
+            "sums_at_expert": self.sum_at == "expert",
+        }
+
+    def _normal_settings(self) -> dict[str, Any]:
+        payload, _ = self.row_bytes
+        rows, bf16_bytes = self.num_tokens * self.topk, self.combine_bytes
+        arrived = round(rows * arrivals_of(self.topology.world_size, self.topk))
+        least, forced = CudaBackend.min_local_bytes, self.config.tuning.local_pass
+        stores = MIN_STORES_PER_SM * self.num_sms
+        permutes = pays_intra_rank_pass(self.topology, self.topk, rows, payload, least, stores)
+        sums = pays_intra_rank_pass(self.topology, self.topk, rows, bf16_bytes, least)
+        has_memory = sum_bytes_of(self.topology.world_size, self.topk, rows, arrived, bf16_bytes) > 0
+        sms, sizes_of_rows = self.num_sms, (self.row_bytes, (bf16_bytes, 0))
+        return {
+            **ring_settings(self.topology, self.config, sms, *sizes_of_rows, topk=self.topk, weight_bytes=WEIGHT_BYTES),
+            "permutes_apart": permutes if forced is None else forced,
+            "sums_apart": (sums if forced is None else forced) and has_memory,
+        }
+
+    def choices(self) -> list[Any]:
+        """int32 [T, K] of each simulated rank."""
+        return [
+            routing.draw(
+                self.routing,
+                self.topology,
+                rank=rank,
+                num_tokens=self.num_tokens,
+                topk=self.topk,
+                num_experts=self.config.num_experts,
+                seed=self.seed,
+            )
+            for rank in range(self.simulated_ranks)
+        ]
+
+
+def ring_settings(
+    topology: Topology,
+    config: Config,
+    num_sms: int,
+    dispatched: tuple[int, int],
+    combined: tuple[int, int],
+    *,
+    topk: int,
+    weight_bytes: int,
+) -> dict[str, Any]:
+    """For the extension: what a buffer makes of its rings.
+
+    dispatched, combined: payload and scales of a row, in bytes; only the former may have scales.
+
+    Raises ValueError for rows that no ring holds.
+    """
+    heap = sizes.gpu_heap(topology, config, num_sms)
+
+    def slots(payload_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
+        row = _C.RowFormat(
+            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=weight_bytes, topk=topk, payload_type=0
+        )
+        nvl, rdma = row.slots(heap.nvl_ring_bytes), row.slots(heap.rdma_ring_bytes)
+        if not nvl or not rdma:
+            raise ValueError(
+                f"a row has {payload_bytes + scale_bytes} bytes, but no ring holds one of {row.slot_bytes}"
+            )
+        return nvl, rdma, row.slot_bytes
+
+    nvl_rows, rdma_rows, slot_bytes = slots(*dispatched)
+    combine_nvl_rows, _, combine_slot_bytes = slots(*combined)
+    return {
+        "channels": sizes.gpu_channels(topology, config, num_sms),
+        "nvl_rows": nvl_rows,
+        "rdma_rows": rdma_rows,
+        "nvl_batch": min(NVL_BATCH, max(1, nvl_rows // 2)),
+        "rdma_chunk": config.tuning.rdma_chunk_tokens,
+        "slot_ratio": nvl_rows // combine_nvl_rows,
+        "payload_bytes": float(dispatched[0]),
+        "scale_bytes": float(dispatched[1]),
+        "slot_bytes": float(slot_bytes),
+        "combine_bytes": float(combined[0]),
+        "combine_slot_bytes": float(combine_slot_bytes),
+        "weight_bytes": weight_bytes,
+    }
+
+
+def run_settings(timeout: float, faults: Faults, traced_rank: int = -1, order_seed: int = 0) -> dict[str, Any]:
+    """For the extension: how ranks differ, and when a wait expires; in seconds."""
+    return {
+        "timeout": 1e9 * timeout,
+        "slow_rank": faults.slow_rank,
+        "slow_speed": faults.slow_speed,
+        "lossy_rank": faults.lossy_rank,
+        "lost_signal": faults.lost_signal,
+        "late_rank": faults.late_rank,
+        "late_by": 1e3 * faults.late_us,
+        "traced_rank": traced_rank,
+        "seed": order_seed,
+    }

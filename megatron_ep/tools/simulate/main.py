@@ -1,0 +1,440 @@
+"""`megatron-ep simulate NODES RANKS`: what dispatch and combine would take there, from the protocol in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_ep.tools.arguments import default_experts, numbers, save
+from megatron_ep.tools.simulate.progress import Progress
+
+if TYPE_CHECKING:
+    from megatron_ep.config import Topology
+    from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction
+    from megatron_ep.tools.simulate.machine import HeldOut
+
+# Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
+MAX_RANKS = 8
+TOKENS = {"normal": 4096, "low-latency": 128}  # unless --tokens says otherwise
+NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
+MAX_SIGNAL = 1 << 32  # far beyond what a call sends
+NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints tables; returns 2 for a user's mistake."""
+    try:
+        options = _parser().parse_args(argv)
+        _simulate(options)
+    except ValueError as error:
+        print(f"megatron-ep simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-ep simulate",
+        description="Predicts what dispatch (its layout known) and combine take on GPUs that you do not have, and the "
+        "exchange of counts before a dispatch (notify): runs the protocol's own roles in virtual time. Does not "
+        "simulate the host's part, what runs in parallel, nor congestion between the cards. Needs no GPU.",
+        epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
+    )
+    parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
+    parser.add_argument("ranks", metavar="RANKS", type=int, help="ranks of a node, one a GPU")
+    parser.add_argument(
+        "--machine", help="machine file, or the name of one that comes along (h200_cx7; for one node h200_nvlink)"
+    )
+    case = parser.add_argument_group("case")
+    case.add_argument("--mode", default="normal", help="normal or low-latency (%(default)s)")
+    case.add_argument("--tokens", type=int, metavar="T", help="per rank (4096; in mode low-latency 128)")
+    case.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
+    case.add_argument("--topk", type=int, default=8, metavar="K", help="(%(default)s)")
+    case.add_argument("--experts", type=int, metavar="E", help="(the least multiple of the ranks from 256 on)")
+    case.add_argument(
+        "--dtype", default="bf16", help="of dispatch's rows, bf16 or fp8; combine's are bf16 (%(default)s)"
+    )
+    case.add_argument(
+        "--sum-at", default="token", help="where mode low-latency sums rows, token or expert (%(default)s)"
+    )
+    case.add_argument(
+        "--routing",
+        default="uniform",
+        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token; trace:FILE, "
+        "experts [ranks, T, K] that torch.save wrote (%(default)s)",
+    )
+    case.add_argument("--seed", type=int, default=0, help="of the experts that tokens choose (%(default)s)")
+    case.add_argument(
+        "--images",
+        type=int,
+        metavar="M",
+        help="simulate M nodes, which divide NODES; the others do the same with all nodes shifted (as many as have "
+        f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
+    )
+    settings = parser.add_argument_group("settings of the buffer", "Each a number, or several to compare: 8,12,24.")
+    settings.add_argument("--num-sms", metavar="N", help="SMs (24; in mode normal from 8 nodes on 16)")
+    settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
+    settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
+    settings.add_argument("--chunk", metavar="N", help="rows of a put at most (8)")
+    settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
+    faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
+    faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
+    faults.add_argument("--late", metavar="RANK:US", help="delay that rank by this many us")
+    faults.add_argument("--lost", metavar="RANK:N", help="the N-th signal over the network of that rank is lost")
+    output = parser.add_argument_group("output")
+    output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
+    output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
+    output.add_argument("--svg", metavar="FILE", help="time over ranks; of one case, what each role does")
+    output.add_argument("--trace", metavar="FILE", help="the warps of rank 0, for ui.perfetto.dev; of one case")
+    output.add_argument(
+        "--timeline", metavar="FILE", help="the roles of rank 0's channel 0 in dispatch, as SVG; likewise"
+    )
+    return parser
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from megatron_ep.tools.simulate import Machine
+
+    cases = list(_cases(options))
+    several_nodes = any(case.uses_network for case in cases)
+    machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
+    if (options.trace or options.timeline) and len(cases) > 1:
+        raise ValueError("--trace and --timeline: of one case, but there are several")
+    _print_machine(machine, cases)
+    traced = 0 if options.trace or options.timeline else -1
+    found = []
+    for case in cases:
+        found.append(_predict(case, machine, traced, not options.no_band))
+        _print_prediction(*found[-1], has_roles=len(cases) == 1)
+    _print_recommended(found)
+    _write(options, found)
+
+
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    from megatron_ep.buffer import sizes
+    from megatron_ep.config import Config, Topology, Tuning, require_int
+    from megatron_ep.tools.simulate import Case
+
+    if options.mode == "low-latency":
+        for name in ("channels", "rdma_rows", "chunk", "local_pass", "timeline"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
+    faults = _faults(options)
+    require_int("--seed", options.seed, 0, 1 << 20)
+    lists: list[Sequence[Any]] = [
+        [None] if text is None else numbers(name, text)  # None: what the buffer takes by itself
+        for name, text in (
+            ("NODES", options.nodes),
+            ("--num-sms", options.num_sms),
+            ("--channels", options.channels),
+            ("--rdma-rows", options.rdma_rows),
+            ("--chunk", options.chunk),
+        )
+    ]
+    for nodes, sms, channels, rdma_rows, chunk in itertools.product(*lists):
+        topology = Topology(nodes, options.ranks)
+        experts = options.experts if options.experts is not None else default_experts(topology)
+        tuning = Tuning(
+            channels=channels,
+            rdma_chunk_tokens=Tuning.rdma_chunk_tokens if chunk is None else chunk,
+            local_pass=None if options.local_pass is None else options.local_pass == "on",
+        )
+        config = Config(num_experts=experts, num_sms=sms, row_bytes=2 * options.hidden, tuning=tuning)
+        if rdma_rows is not None:
+            require_int("--rdma-rows", rdma_rows, 1, 1 << 12)
+            tuning = dataclasses.replace(tuning, rdma_ring_bytes=rdma_rows * sizes.slot_bytes(config))
+            config = dataclasses.replace(config, tuning=tuning)
+        images = options.images
+        if images is None and not any((options.slow_nic, options.late, options.lost)):
+            images = default_images(topology)
+        yield Case(
+            topology,
+            config,
+            mode=options.mode,
+            num_tokens=TOKENS.get(options.mode, 0) if options.tokens is None else options.tokens,
+            hidden=options.hidden,
+            topk=options.topk,
+            dtype=options.dtype,
+            sum_at=options.sum_at,
+            routing=options.routing,
+            images=images,
+            seed=options.seed,
+            faults=faults,
+        )
+
+
+def default_images(topology: Topology) -> int:
+    """How many nodes stand for all where all ranks are alike."""
+    allowed = [m for m in range(1, topology.nodes + 1) if topology.nodes % m == 0]
+    return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
+
+
+def _faults(options: argparse.Namespace) -> Any:
+    from megatron_ep.tools.simulate.case import Faults
+
+    def pair(name: str, text: str | None) -> tuple[int, float]:
+        if text is None:
+            return -1, math.nan
+        rank, _, value = text.partition(":")
+        try:
+            return int(rank), float(value)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, must be a rank, a colon and a number") from None
+
+    (slow, speed), (late, us), (lossy, number) = (
+        pair(f"--{name}", getattr(options, name.replace("-", "_"))) for name in ("slow-nic", "late", "lost")
+    )
+    if lossy >= 0 and not (1 <= number <= MAX_SIGNAL and number.is_integer()):
+        raise ValueError(f"--lost is {options.lost!r}: the number of a signal is an int in [1, {MAX_SIGNAL}]")
+    return Faults(
+        slow_rank=slow,
+        slow_speed=speed if slow >= 0 else 1.0,
+        late_rank=late,
+        late_us=us if late >= 0 else 0.0,
+        lossy_rank=lossy,
+        lost_signal=int(number) if lossy >= 0 else 0,
+    )
+
+
+Found = tuple["Prediction", dict[str, tuple[float, float]]]
+
+
+def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Found:
+    """With the bounds of each phase's time, in us."""
+    from megatron_ep.tools.simulate.predict import machines_in_band, predict
+
+    choices = case.choices()
+    machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
+    with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as look:
+        prediction = predict(case, machine, trace_rank=traced, look=look, choices=choices)
+        times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
+        if prediction.first is None:
+            for other in machines:
+                for name, phase in all_phases(predict(case, other, look=look, choices=choices)).items():
+                    times[name].append(phase.us)
+    return prediction, {name: (min(values), max(values)) for name, values in times.items()}
+
+
+def all_phases(prediction: Prediction) -> dict[str, Phase]:
+    """In the order of a call, with notify."""
+    notify = {"notify": prediction.notify} if prediction.notify else {}
+    return {**notify, **prediction.phases}
+
+
+# ---- what is printed
+
+
+def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
+    measured = _error(machine, cases[0]).measured
+    print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {measured}")
+    print(f"  error for topologies that were held out, within a node or with nodes mapped: {_error(machine, cases[0])}")
+    if any(case.uses_network for case in cases):
+        band = "; ".join(
+            f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in machine.band.items()
+        )
+        print("  its network card was not measured: constants from documents")
+        if band:
+            print(f"  between what two guesses give lies the band: {band}")
+        print("  topology above the cards and congestion are not in it")
+
+
+def _error(machine: Machine, case: Case) -> HeldOut:
+    return machine.held_out[case.mode]
+
+
+def floors_us(prediction: Prediction) -> dict[str, float]:
+    """What the busier of NVLink and network card of a rank needs for the bytes of a phase's rows alone."""
+    case, constants = prediction.case, prediction.machine.constants
+    floors = {}
+    for name, phase in prediction.phases.items():
+        payload, scales = case.row_bytes if name == "dispatch" else (case.combine_bytes, 0)
+        floor = phase.peer_rows * payload / constants["link"]
+        if case.uses_network:
+            floor = max(floor, phase.rail_rows * case.row_format(payload, scales).slot_bytes / constants["card"])
+        floors[name] = floor / case.simulated_ranks / 1e3
+    return floors
+
+
+def _settings(case: Case) -> str:
+    if case.is_low_latency:
+        return f"low-latency mode, {case.num_sms} SMs, sums at the {case.sum_at}"
+    settings = case.compiled_settings()
+    text = f"{case.num_sms} SMs, {settings['channels']} channels"
+    if case.topology.nodes > 1:
+        chunk = min(settings["rdma_chunk"], max(1, settings["rdma_rows"] // 2))
+        text += f", network rings of {settings['rdma_rows']} rows, puts of {chunk}"
+    return text
+
+
+def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float]], *, has_roles: bool) -> None:
+    case = prediction.case
+    topology = case.topology
+    print(
+        f"\n{topology.nodes} x {topology.ranks_per_node} ranks, T = {case.num_tokens}, H = {case.hidden} {case.dtype}, "
+        f"K = {case.topk}, E = {case.config.num_experts}, {case.routing}; {_settings(case)}; simulated: "
+        f"{case.simulated_nodes} node{'s' if case.simulated_nodes > 1 else ''}"
+    )
+    if prediction.first is not None:
+        return _print_failure(prediction)
+    print(f"{'us':10} {'p50':>9} {'p99':>9} {'last':>9} {'band':>19} {'bytes alone':>12}  waits for")
+    floors = floors_us(prediction)
+    for name, phase in all_phases(prediction).items():
+        low, high = band[name]
+        bounds = f"{low:.1f} to {high:.1f}" if high > low else ""
+        floor = f"{floors[name]:.1f}" if name in floors else ""  # counts are no rows
+        print(
+            f"{name:10} {phase.at(0.5):9.1f} {phase.at(0.99):9.1f} {phase.us:9.1f} {bounds:>19} {floor:>12}  "
+            f"{phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED}",
+            flush=True,
+        )
+    if case.uses_network:
+        ranks = case.simulated_ranks
+        sent = (
+            f"{name} {phase.messages / ranks:.0f} for "
+            + ("counts" if name == "notify" else f"{phase.rail_rows / ranks:.0f} rows")
+            for name, phase in all_phases(prediction).items()
+        )
+        print(f"messages of a rank over the network: {', '.join(sent)}")
+    if has_roles:
+        for name, phase in all_phases(prediction).items():
+            _print_roles(name, phase)
+
+
+def _print_roles(name: str, phase: Phase) -> None:
+    print(f"\n{name + ': role':32} {'warps':>7} {'copies':>7} {'waits':>7}  longest waits")
+    for role, of in phase.roles.items():
+        waits = sorted(of.waited.items(), key=lambda item: -item[1])[:2]
+        longest = ", ".join(f"{wait} {us / of.time:.0%}" for wait, us in waits)
+        print(f"{role:32} {of.warps:7} {of.copied / of.time:7.0%} {sum(of.waited.values()) / of.time:7.0%}  {longest}")
+
+
+def _print_failure(prediction: Prediction) -> None:
+    assert prediction.first is not None
+    outcome, rank = prediction.first
+    print(f"{outcome} in {prediction.ended_in}: rank {rank} gave up first")
+    for incident in prediction.incidents:
+        if incident["outcome"] != "timeout":
+            continue
+        print(
+            f"  rank {incident['rank']}, {incident['role']}, channel {incident['channel']}: waited for "
+            f"{incident['waiting_for']} from rank {incident['peer']}: seen {incident['seen']}, expected "
+            f"{incident['expected']}"
+        )
+    others = sum(incident["outcome"] == "aborted" for incident in prediction.incidents)
+    print(f"  and {others} more waits that this ended")
+
+
+def _print_recommended(found: Sequence[Found]) -> None:
+    """The fewest SMs with which dispatch and combine together take hardly longer, and with these the fastest."""
+    by_topology: dict[Any, list[tuple[float, Case]]] = {}
+    for prediction, _ in found:
+        if prediction.first is None:
+            us = sum(phase.us for phase in prediction.phases.values())
+            by_topology.setdefault(prediction.case.topology, []).append((us, prediction.case))
+    for topology, times in by_topology.items():
+        if len(times) < 2:
+            continue
+        best = min(us for us, _ in times)
+        fewest = min(case.num_sms for us, case in times if us <= NEAR * best)
+        us, case = min((pair for pair in times if pair[1].num_sms == fewest), key=lambda pair: pair[0])
+        print(
+            f"\n{topology.nodes} x {topology.ranks_per_node}: recommended {_settings(case)}: both ways {us:.0f} us, of "
+            f"all {best:.0f} to {max(us for us, _ in times):.0f}"
+        )
+
+
+# ---- what is written
+
+
+def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
+    from megatron_ep.tools.simulate.pictures import timeline
+    from megatron_ep.tools.simulate.trace import trace_of
+
+    first = found[0][0]
+    if options.json:
+        save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
+    if options.trace:
+        save("--trace", options.trace, json.dumps(trace_of(first.phases)))
+    if options.timeline:
+        if "dispatch" not in first.phases:
+            raise ValueError(f"--timeline: a wait expired in {first.ended_in}, so there is no dispatch to draw")
+        topology = first.case.topology
+        title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
+        save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
+    if options.svg:
+        save("--svg", options.svg, _picture(options, found))
+
+
+def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
+    from megatron_ep.tools.simulate.pictures import Point, role_bars, time_over_ranks
+    from megatron_ep.tools.simulate.published import published_us
+
+    first = found[0][0]
+    shape = f"T = {first.case.num_tokens}, H = {options.hidden} {options.dtype}"
+    if any(prediction.first for prediction, _ in found):
+        raise ValueError("--svg: a wait expired, so there is no time to draw")
+    if len(found) == 1:
+        topology = first.case.topology
+        return role_bars(f"{topology.nodes} x {topology.ranks_per_node} ranks, {shape}", first.phases)
+    if len({prediction.case.topology for prediction, _ in found}) < len(found):
+        raise ValueError("--svg: of one case, or of one for each number of nodes")
+    points: dict[str, list[Point]] = {}
+    for prediction, band in found:
+        floors = floors_us(prediction)
+        for name, phase in prediction.phases.items():
+            world = prediction.case.topology.world_size
+            others = published_us(prediction.case, name)
+            points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name], others))
+    return time_over_ranks(f"Predicted time over ranks, {shape}", points)
+
+
+def plan_times(case: Case, machine: Machine) -> dict[str, str]:
+    """For `megatron-ep env --plan`: what each phase takes and waits for."""
+    prediction, band = _predict(case, machine, -1, True)
+    if prediction.first is not None:
+        raise RuntimeError(f"the simulation ended with {prediction.first}")
+    lines = {}
+    for name, phase in all_phases(prediction).items():
+        low, high = band[name]
+        bounds = f", between {low / 1e3:.2f} and {high / 1e3:.2f}" if high > low else ""
+        waits_for = phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED
+        lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {waits_for}"
+    error = _error(machine, case)
+    lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
+    return lines
+
+
+def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    case, floors = prediction.case, floors_us(prediction)
+    return {
+        "case": dataclasses.asdict(case),
+        "settings": case.compiled_settings(),
+        "machine": prediction.machine.name,
+        "held_out": dataclasses.asdict(_error(prediction.machine, case)),
+        "phases": {}
+        if prediction.first
+        else {
+            name: {
+                "us": {"p50": phase.at(0.5), "p99": phase.at(0.99), "max": phase.us},
+                "band": band[name],
+                "is_calibrated": phase.is_calibrated,
+                "bytes_alone": floors.get(name),
+                "bottleneck": phase.bottleneck,
+                "busy": phase.busy,
+                "roles": {role: dataclasses.asdict(of) for role, of in phase.roles.items()},
+                "bytes_sent": phase.bytes_sent,
+                "messages": phase.messages,
+                "rail_rows": phase.rail_rows,
+            }
+            for name, phase in all_phases(prediction).items()
+        },
+        "first": prediction.first,
+        "ended_in": prediction.ended_in,
+        "incidents": prediction.incidents,
+    }

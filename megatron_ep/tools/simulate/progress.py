@@ -1,0 +1,36 @@
+"""A bar on a terminal, for simulations."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ep.tools.simulate.predict import Look
+
+
+class Progress:
+    """phases: how many will be simulated, notify not counted."""
+
+    def __init__(self, title: str, phases: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task(title, total=float(phases))
+        self._done, self._last = 0.0, ("", 0.0)
+
+    def __enter__(self) -> Look:
+        self._bar.start()
+        return self._look
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _look(self, phase: str, part: float) -> None:
+        if phase == "notify":
+            return
+        if self._last[0] and (phase != self._last[0] or part < self._last[1]):
+            self._done += 1
+        self._last = (phase, part)
+        self._bar.update(self._task, completed=self._done + part)
