@@ -11,6 +11,7 @@
 
 namespace ep {
 
+// Arguments of the normal mode's kernels, the same for every backend.
 struct NotifyArgs {
     int rank;
     Heap heap;
@@ -19,15 +20,14 @@ struct NotifyArgs {
     int index_bytes;       // 4 or 8
     int expert_alignment;  // rows of an expert are padded to a multiple of this
     int expert_capacity;   // > 0: every expert gets exactly this many rows
-    uint64_t epoch;        // counts the notifies of this buffer, from 1
-    // [2, L], padding included: where the counts go besides the layout, once for the caller and
-    // once for the handle.
+    uint64_t epoch;        // number of this notify on this buffer, from 1
+    // [2, L], padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert;
-    // Memory of the host that waits for the totals, and the number that says they are those of this
-    // call; null where nobody waits.
+    // Host memory for the totals, and the ticket that marks them as those of this call; null if the
+    // host does not wait for them.
     Layout::Totals* host_totals = nullptr;
     uint64_t ticket = 0;
-    bool allows_repeats = false;  // a token may choose an expert twice: only flat rows can be so
+    bool allows_repeats = false;  // a token may name an expert twice; flat rows only
 
     // Number of the layout made here: never 0, which marks a layout that was not made, and
     // different from those of nearby notifies.
@@ -40,25 +40,26 @@ struct NotifyArgs {
     }
 };
 
-// What the roles of dispatch and combine share.
+// Arguments that dispatch and combine share.
 struct TransferArgs {
     int rank;
     Heap heap;
     Layout layout;
     RowFormat format;
-    uint64_t call;          // counts the dispatches and combines of this buffer, from 1
+    uint64_t call;          // number of this dispatch or combine on this buffer, from 1
     int nvl_batch;          // rows after which an NVLink ring's flag is published
     int rdma_chunk;         // rows after which a network ring's flag is signalled
     int32_t* dst_rows;      // [received rows, K]: output row for each k, kElsewhere or kOverflowed
-    int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
+    int32_t* rail_experts;  // [rail rows, K]: expert ids of the forwarded rows
     int64_t max_received;   // rows that `dst_rows` can hold
     int64_t max_rail;       // rows that `rail_experts` can hold
     int64_t max_rows;       // rows that the expert-grouped tensor can hold
     bool is_combine = false;
     bool is_weighted = false;   // a combine that multiplies rows
-    bool fills_tables = false;  // the dispatch that makes the handle
-    // Rows lie in the order in which they arrive, each once, whatever experts it is for, and have K
-    // weights each. `dst_rows` of a dispatch that fills it then has the local expert for each k.
+    bool fills_tables = false;  // dispatch that makes the handle
+    // Flat layout: rows lie in order of arrival, once each for any number of experts, with K
+    // weights each. A dispatch that fills tables then stores the local expert for each k in
+    // `dst_rows`.
     bool is_flat = false;
     uint32_t handle_age = 0;  // resets since the handle was made
 
@@ -72,31 +73,31 @@ struct TransferArgs {
         if (is_combine) return Sends::Kind::Combine;
         return is_flat ? Sends::Kind::FlatDispatch : Sends::Kind::Dispatch;
     }
-    // Bytes of weights beside one row of this rank's experts.
+    // Bytes of weights that belong to one row of this rank's experts.
     EP_HD int64_t row_weight_bytes() const {
         return static_cast<int64_t>(format.weight_bytes) * (is_flat ? format.topk : 1);
     }
-    // Whether no notify has begun the call, in which ranks are waited for, before.
+    // Whether this kernel is the first of its call to wait for other ranks: no notify precedes it.
     EP_HD bool begins_call() const { return layout.is_planned || !fills_tables; }
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
     EP_HD int local() const { return topology().local_of(rank); }
-    // The ranks but this one, from the next one on: its own rows pass through no NVLink ring.
+    // The other ranks, from the next one on. This rank's own rows pass through no NVLink ring.
     EP_HD int other_ranks() const { return topology().world() - 1; }
     EP_HD int other_rank(int i) const { return (rank + 1 + i) % topology().world(); }
-    // The nodes but this one, likewise.
+    // The other nodes, from the next one on.
     EP_HD int other_nodes() const { return topology().nodes - 1; }
     EP_HD int other_node(int i) const { return (node() + 1 + i) % topology().nodes; }
-    // The rank of this one's rail there.
+    // The rank of this rank's rail on `node`.
     EP_HD int on_rail(int node) const { return topology().rank(node, local()); }
-    // Its index among other_node(0), other_node(1), ...; negative: this node.
+    // Returns i with other_node(i) == other; negative for this rank's node.
     EP_HD int place_of_node(int other) const {
         return other < node() ? other - node() - 1 + topology().nodes : other - node() - 1;
     }
     EP_HD uint64_t nvl_slots() const { return format.slots(heap.nvl_ring_bytes); }
     EP_HD uint64_t rdma_slots() const { return format.slots(heap.rdma_ring_bytes); }
-    // Rows and credits are held back until there is a chunk of them: two chunks, each one short of
-    // full, must leave room in the ring.
+    // Rows (or credits) per signal of a network ring. Both are held back until a chunk is full, so
+    // two chunks, each one short of full, must leave room in the ring.
     EP_HD uint64_t chunk() const {
         const uint64_t half = rdma_slots() / 2 > 0 ? rdma_slots() / 2 : 1;
         return static_cast<uint64_t>(rdma_chunk) < half ? rdma_chunk : half;
@@ -113,14 +114,14 @@ struct DispatchArgs : TransferArgs {
     // The exchange writes a row of another rank to its first output row only. The intra-rank pass
     // writes the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
-    bool clears_end = true;        // rows behind those of the last expert, not only weights
-    bool has_all_weights = false;  // flat: those of other ranks' experts, too, instead of 0
-    // [max_received], which token of its source rank a row is; null: nobody asks.
+    bool clears_end = true;        // zeros rows after the last expert's, not only their weights
+    bool has_all_weights = false;  // flat: keeps the weights of other ranks' experts, not 0
+    // [max_received], index of each row's token on its source rank; null if not asked for.
     int32_t* source_tokens = nullptr;
-    // Launched before the host knew the counts: what tensors have room for was a guess. If it was
-    // wrong the launch does nothing, and the host launches the same call again.
+    // Speculative launch: tensors are sized by a guess, before the host knows the counts. If it is
+    // wrong, the kernel does nothing and the host launches the same call again.
     bool is_ahead = false;
-    int64_t min_rows = 0;  // fewer would keep too much more memory than they need
+    int64_t min_rows = 0;  // with fewer rows the guessed tensors would waste too much memory
 
     EP_HD bool guessed_right(const Layout::Totals& totals) const {
         const int64_t rows = is_flat ? totals.received_rows : totals.expert_rows;
@@ -129,7 +130,7 @@ struct DispatchArgs : TransferArgs {
     }
 };
 
-// Fused notify and dispatch: what a dispatch needs in addition to exchange the counts itself.
+// Fused notify and dispatch: dispatch exchanges the counts itself and needs these in addition.
 struct FusedDispatchArgs : DispatchArgs {
     const void* topk_idx;
     int index_bytes;
@@ -158,16 +159,16 @@ struct CombineArgs : TransferArgs {
     const char* weights;  // [max_rows, weight_bytes]; flat: [max_rows, K, weight_bytes]
     char* y;              // [T, payload_bytes]
     char* y_weights;      // [T, K, weight_bytes]
-    // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
-    // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
+    // [max_rows], Accumulator of x's type: factor of each row of x in the sum; null: none. Unlike
+    // `weights`, which travel with the rows, they never leave the rank.
     const void* row_weights = nullptr;
-    // [max_received, payload_bytes]: sums over this rank's experts, made by the intra-rank pass, of
-    // the rows that arrived here (see ExpertRows). Null: there is no intra-rank pass.
+    // [max_received, payload_bytes]: for each arrived row the sum over this rank's experts, made by
+    // the intra-rank pass (see ExpertRows); null without that pass.
     char* sums = nullptr;
-    // Warps of the intra-rank pass that share the rows of one source rank and channel: row i is
-    // warp i % sum_warps's.
+    // Warps of the intra-rank pass that share the rows of one source rank and channel: warp i %
+    // sum_warps sums row i.
     int sum_warps = 1;
-    // [T, payload_bytes], added to the sums, first; null: none. K and their number are at most 32.
+    // [T, payload_bytes] each, added before all else; null: none. At most 32 - K of them.
     const char* bias[2] = {nullptr, nullptr};
 
     static constexpr int kMaxSumWarps = 2;
@@ -175,16 +176,16 @@ struct CombineArgs : TransferArgs {
 
     EP_HD int num_biases() const { return (bias[0] != nullptr) + (bias[1] != nullptr); }
     EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
-    // How many of the first `rows` rows are the part-th warp's.
+    // How many of the first `rows` rows warp `part` sums.
     EP_HD int rows_of_sum_warp(int part, int rows) const {
         return (rows - part + sum_warps - 1) >> (sum_warps - 1);
     }
 
-    // Combine receivers that a channel may have. A row keeps its slot of a ring while it is summed,
-    // so with more than half as many receivers as slots the writer of the ring would wait for them.
-    // At most six, because they take up and free slots one after the other: many would mostly wait
-    // for that. tests/gpu/HISTORY.md has what several gain over one; six was not measured
-    // against other numbers. ring_rows: slots of the smallest ring that they read.
+    // Most combine receivers that a channel may have. ring_rows: slots of the smallest ring that
+    // they read. A row keeps its slot while it is summed, so with more than half as many receivers
+    // as slots the producer would wait for them. At most six, because they take up and free slots
+    // in turn: more would mostly wait for each other. tests/gpu/HISTORY.md has what several gain
+    // over one; six was not measured against other numbers.
     static EP_HD int max_receivers(uint64_t ring_rows) {
         constexpr int kMaxReceivers = 6;
         const uint64_t half = ring_rows / 2;
@@ -196,8 +197,8 @@ struct CombineArgs : TransferArgs {
     }
 };
 
-// Where the counts never became known (epoch 0) the call runs, to fill its outputs with what nobody
-// takes for data.
+// Whether a speculative launch guessed wrong and must do nothing. If the counts never became known
+// (epoch 0) the call runs, to fill its outputs with what cannot pass for data.
 EP_HD bool does_nothing(const DispatchArgs& args) {
     return args.is_ahead && args.layout.totals().epoch && !args.guessed_right(args.layout.totals());
 }

@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// Element types that combine can sum. Dispatch moves bytes and does not care.
+// Element types that combine can sum. Dispatch moves bytes of any type.
 enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, fp64 = 3 };
 
 struct BFloat16 {
@@ -15,11 +15,11 @@ struct Float16 {
     uint16_t bits;
 };
 
-// In what sums of T run, and what their weights are.
+// The type of sums of T, and of their weights.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// f.operator()<T>() with the element type T that dtype names.
+// Calls f.operator()<T>() with the element type T that dtype names.
 template <class F>
 void with_type(DType dtype, F&& f) {
     switch (dtype) {

@@ -19,10 +19,10 @@ constexpr uint32_t kInfinityBits = 0x7f800000;
 constexpr uint32_t kSmallestNormalE4m3Bits = 0x3c800000;  // 2^-6
 constexpr uint32_t kLargestE4m3Bits = 0x43e00000;         // 448
 
-// What a block's scale is, the largest |x| / 448, rounded to and stored as.
+// A block's scale is its largest |x| / 448, rounded and stored as:
 //   Fp32      fp32; 1 for a block of zeros
 //   PowerOf2  the next power of two that is not smaller, and at least 2^-126, as fp32
-//   Ue8m0     the same as its exponent's byte alone
+//   Ue8m0     the exponent byte of PowerOf2
 // A block with an infinity or NaN has NaN for its scale and all its values.
 enum class ScaleFormat : int { None, Fp32, PowerOf2, Ue8m0 };
 
@@ -31,7 +31,7 @@ EP_HD int scale_blocks(size_t elements) {
     return static_cast<int>((elements + kScaleBlock - 1) / kScaleBlock);
 }
 
-// largest: of |x|, infinity or NaN if there is one.
+// largest: of |x| in the block; infinity or NaN if it has one.
 EP_HD float scale_of(float largest, ScaleFormat format) {
     constexpr uint32_t kFraction = 0x007fffff, kNan = 0x7fffffff;
     const float quotient = largest / kLargestE4m3;
@@ -61,7 +61,7 @@ EP_HD uint8_t e4m3_of(float value) {
 EP_HD float value_of_e4m3(uint8_t value) {
     const uint32_t magnitude = value & 0x7f, sign = static_cast<uint32_t>(value & 0x80) << 24;
     if (magnitude == kNanE4m3) return std::bit_cast<float>(0x7fffffffu);
-    const float finite = std::bit_cast<float>(magnitude << 20) * 0x1p120f;  // of that exponent bias
+    const float finite = std::bit_cast<float>(magnitude << 20) * 0x1p120f;  // for the exponent bias
     return std::bit_cast<float>(std::bit_cast<uint32_t>(finite) | sign);
 }
 

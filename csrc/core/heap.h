@@ -13,8 +13,7 @@
 
 namespace ep {
 
-// Where everything lies in a rank's symmetric heap: the same offsets on every rank, so that an
-// address is an offset.
+// Layout of a rank's symmetric heap: every part has the same offset on every rank.
 //
 // Rings are named by (channel, node, peer). For an NVLink ring `node` is the node that the token
 // comes from, and `peer` the local rank at the other end. Data and tail lie with the consumer (its
@@ -25,7 +24,7 @@ namespace ep {
 // for other nodes only, so where a ring lies depends on the node whose heap it is in. What crosses
 // the network comes last, so that it may lie in other memory than the rest.
 //
-// Flags and cursors only grow. Only reset clears them.
+// Flags and cursors only grow, until a reset clears them.
 struct Heap {
     // One cache line for each flag that another rank reads or writes, and for each cursor.
     static constexpr size_t kLine = NetworkFlags::kLine;
@@ -71,7 +70,7 @@ struct Heap {
     EP_HD int local_experts() const { return num_experts / topology.world(); }
     EP_HD size_t bytes() const { return bytes_; }
 
-    // What the bytes are for.
+    // Bytes by purpose.
     struct Part {
         const char* name;
         size_t bytes;
@@ -86,15 +85,15 @@ struct Heap {
 
     // --- flags ---
     EP_HD size_t control() const { return 0; }
-    // Nanoseconds that this rank's roles have waited for each rank, a word each, and what that was
-    // when the last call began.
+    // [W], nanoseconds that this rank's roles have waited for each rank; waited_before has the
+    // values at the beginning of the last call.
     EP_HD size_t waited() const { return waited_; }
     EP_HD size_t waited_before() const { return waited_ + waited_bytes(topology.world()); }
     static EP_HD size_t waited_bytes(int world) {
         return align_up(world * sizeof(uint64_t), kLine);
     }
     EP_HD size_t notify_rail_flag(int node) const { return notify_rail_flags_ + node * kLine; }
-    // Of a rank of this node that relays the counts of a group of nodes.
+    // The flag of a rank of this node that relays the counts of a group of nodes.
     EP_HD size_t notify_node_flag(int local, int group) const {
         return notify_node_flags_ + (group * topology.ranks_per_node + local) * kLine;
     }
@@ -126,7 +125,7 @@ struct Heap {
     }
     EP_HD size_t receiver_order(int channel) const { return receiver_order_ + channel * kLine; }
 
-    // From here on is all that the network reads and writes, and nothing else.
+    // The network reads and writes all that follows, and nothing before.
     EP_HD size_t network_begin() const { return notify_rail_flags_; }
     size_t network_bytes() const { return bytes_ - network_begin(); }
     size_t bytes_without_network() const { return network_begin(); }
@@ -138,12 +137,12 @@ struct Heap {
     }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
-    // A rank relays those of so many nodes together: a warp has a lane to wait for each.
+    // Nodes whose counts a rank relays together: a warp has one lane to wait for each.
     static constexpr int kRelayedNodes = 32;
     EP_HD int relays() const { return (topology.nodes + kRelayedNodes - 1) / kRelayedNodes; }
-    // of one source rank for one destination rank: rows per expert, rows per channel
+    // from one source rank to one destination rank: rows per expert, rows per channel
     EP_HD size_t rank_counts() const { return local_experts() + channels; }
-    // of one source rank for one destination node: those of its ranks, tokens per channel
+    // from one source rank to one destination node: the counts for its ranks, tokens per channel
     EP_HD size_t node_counts() const { return rank_counts() * topology.ranks_per_node + channels; }
     EP_HD size_t rank_block_bytes() const {
         return align_up(rank_counts() * sizeof(int32_t), kLine);
@@ -191,7 +190,7 @@ struct Heap {
         return topology.nodes > 1 ? static_cast<size_t>(channels) * topology.nodes : 0;
     }
 
-    // Where the parts begin, in this order: kernels ask for every row.
+    // Offsets of the parts, precomputed because kernels need them for every row.
     size_t waited_, notify_node_flags_, nvl_tails_, nvl_heads_, notify_rail_flags_, rdma_tails_,
         rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, receiver_order_, notify_staging_,
         notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;

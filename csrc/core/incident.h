@@ -7,8 +7,8 @@
 
 namespace ep {
 
-// What a role was waiting for when its wait ended badly. Names are shown to users: see
-// bindings/incidents.cpp.
+// What a role was waiting for when its wait ended badly. bindings/incidents.cpp has the names that
+// users see.
 enum class Wait : int {
     None,
     NotifyRail,
@@ -57,17 +57,17 @@ enum class Outcome : int {
     Aborted,      // another role or rank gave up first
     Interrupted,  // the user pressed Ctrl-C
     BadInput,     // a rank refused its arguments
-    Failed,       // a rank failed for a reason of its own, such as a lack of memory
-    Mismatch,  // a row arrived that was not meant: ranks issued different calls, or with different
-               // shapes or types
-    NoLayout,  // the handle is that of a dispatch that failed
-    Overflow,  // a table that the protocol cannot do without is too small
+    Failed,       // a rank failed for another reason, such as a lack of memory
+    Mismatch,  // an unexpected row arrived: ranks issued different calls, or with different shapes
+               // or types
+    NoLayout,  // the handle's dispatch has failed
+    Overflow,  // a table that the protocol needs is too small
     Masked,    // a backward pass meets a rank that was masked since its forward pass
-    CutOff,    // another rank has taken this one for dead: it ends alone, the others go on
+    CutOff,    // another rank took this one for dead: it ends alone, the others go on
     Lost,      // the connection to this rank broke
 };
 
-// A wait is over once `observed` >= `required`; `peer` is the rank that has to make progress, -1:
+// A wait is over once `observed` >= `required`. `peer` is the rank that has to make progress; -1:
 // none.
 struct WaitCondition {
     uint64_t observed;
@@ -87,9 +87,8 @@ struct Incident {
     uint64_t call;
 };
 
-// The last call of each kind, by number, all kinds counted from 1. Of the low-latency mode a pair
-// is a dispatch's and a combine's, and receiving halves, which may come in any order, have one a
-// bank.
+// Numbers of the last call of each kind, counted from 1. Low-latency pairs are {dispatch, combine};
+// their receiving halves may come in any order and have one number per bank.
 struct Calls {
     uint64_t notify;
     uint64_t transfer;  // dispatches and combines
@@ -97,34 +96,34 @@ struct Calls {
     uint64_t received[2][2];
 };
 
-// What a rank's host gives as the reason when it ends the waits of all.
+// The reason that a rank's host gives when it ends the waits of all ranks.
 struct Reason {
     static constexpr size_t kMaxBytes = 376;
-    uint64_t bytes;  // of the text; written after it
+    uint64_t bytes;  // length of the text; written after it
     char text[kMaxBytes];
 };
 
-// One per rank, in its symmetric heap, for all ranks in reach to read: a rank that waits too long
-// can say which one never came.
+// One per rank in its symmetric heap, for all ranks that map it to read: a rank that waits too long
+// can then name the one that never came.
 struct ControlBlock {
     static constexpr int kMaxIncidents = 32;
-    // 0, or tells who gave up first and why (see first_reason); every wait reads it.
+    // 0, or which rank gave up first and why (see first_reason). Every wait reads it.
     alignas(64) uint64_t abort;
     alignas(64) uint64_t incident_count;
     uint64_t complete[kMaxIncidents];  // 1 once the incident can be read
     Incident incidents[kMaxIncidents];
     Reason reason;
-    alignas(64) Calls entered;                    // this rank's, unless it found the abort word set
-    Calls finished;                               // and of these what it has done
-    uint64_t sends[Sends::kModes][Sends::kKept];  // in the last calls that it entered, 0: none
+    alignas(64) Calls entered;  // this rank's calls, unless it found the abort word set
+    Calls finished;             // and which of these it has finished
+    uint64_t sends[Sends::kModes][Sends::kKept];  // of the last calls that it entered; 0: none
 
-    // Where what is sent in a call is noted.
+    // The word that describes what a call sends.
     EP_HD uint64_t& sends_in(Sends::Mode mode, uint64_t call) {
         return sends[static_cast<int>(mode)][call % Sends::kKept];
     }
 
-    // Who gives up swaps it for 0. The host of a GPU, which cannot, stores the upper half: a lower
-    // one that stands beside it was there first, or it could not have been swapped for 0.
+    // A rank that gives up swaps this word for 0. The host of a GPU has no such atomic and stores
+    // the upper half: a lower half beside it came first, as it could only replace a 0.
     static constexpr uint64_t abort_word(Outcome outcome, int rank) {
         return static_cast<uint64_t>(outcome) << kRankBits | static_cast<uint32_t>(rank);
     }

@@ -10,8 +10,8 @@
 
 namespace ep {
 
-// What notify learns about one dispatch, as views into one int32 array that the handle owns. Only
-// `data` and `is_planned` may be set once it is made.
+// What notify computes for one dispatch, as views into one int32 array that the handle owns. Only
+// `data` and `is_planned` may be set later.
 struct Layout {
     Topology topology;
     int num_tokens;
@@ -53,10 +53,10 @@ struct Layout {
     EP_HD int local_experts() const { return local_experts_; }
     EP_HD size_t size() const { return size_; }
 
-    // Tokens of a channel of this rank: [first_token(c), first_token(c + 1)), where
-    // first_token(c) = (T * c + shift(rank)) / C. If T < C, the shift C * rank / W gives the tokens
-    // of different ranks different channels, so that different receivers serve them. A plan's
-    // channels have what is written in its layout instead: equal shares of the rows that leave.
+    // The tokens of this rank's channel c are [first_token(c), first_token(c + 1)), where
+    // first_token(c) = (T * c + shift(rank)) / C. If T < C, the shift C * rank / W gives tokens of
+    // different ranks different channels, so that different receivers serve them. A planned layout
+    // stores the bounds instead: equal shares of the rows that leave the rank.
     EP_HD int first_token(int rank, int channel) const {
         return is_planned ? planned_first_token(channel) : even_first_token(rank, channel);
     }
@@ -65,7 +65,7 @@ struct Layout {
         return static_cast<int>(quotient(tokens, channels));
     }
 
-    // The channels that have tokens, in order. If T < C they are T, one for each token.
+    // The channels that have tokens, in order. If T < C there are T, with one token each.
     struct UsedChannels {
         uint32_t channels, tokens, shift;
 
@@ -85,62 +85,62 @@ struct Layout {
         int32_t rail_rows;      // rows of other nodes that pass through this rank
         int32_t bad_token;      // 1 + the token whose ids are invalid (0: none)
         int32_t overflow;       // set when rows did not fit into the output
-        uint32_t epoch;         // of the notify that made this layout
-        uint64_t ticket;        // in a copy for the host: which notify it is of; else 0
+        uint32_t epoch;         // number of the notify that made this layout
+        uint64_t ticket;        // in a copy for the host: which notify it is from; else 0
     };
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 
-    // --- of this rank's own tokens ---
-    // [T, K], expert ids, -1: none
+    // --- this rank's tokens ---
+    // experts [T, K]: expert ids; -1: none
     EP_HD int32_t* experts(int token) const {
         return data + experts_ + static_cast<size_t>(token) * topk;
     }
-    // [T, K], how many earlier rows go to that expert
+    // index [T, K]: how many earlier rows of this rank go to the same expert
     EP_HD int32_t* index(int token) const {
         return data + index_ + static_cast<size_t>(token) * topk;
     }
-    // [C + 1, E], rows in the channels before; row C: in all
+    // expert_counts [C + 1, E]: rows in earlier channels; row C: in all channels
     EP_HD int32_t* expert_counts(int channel) const {
         return data + expert_counts_ + static_cast<size_t>(channel) * num_experts;
     }
-    // [C, W], tokens for a rank
+    // rank_tokens [C, W]: tokens for each rank
     EP_HD int32_t& rank_tokens(int channel, int rank) const {
         return data[rank_tokens_ + channel * world() + rank];
     }
-    // [C, N], and for a node
+    // node_tokens [C, N]: tokens for each node
     EP_HD int32_t& node_tokens(int channel, int node) const {
         return data[node_tokens_ + channel * topology.nodes + node];
     }
 
-    // --- of the rows that this rank receives; the source rank names the ring ---
-    // [C, W], rows
+    // --- rows that this rank receives; the source rank names the ring ---
+    // received [C, W]: rows from each rank
     EP_HD int32_t& received(int channel, int rank) const {
         return data[received_ + channel * world() + rank];
     }
-    // [C, W], rows before them
+    // received_start [C, W]: rows that come before those, ordered by rank and channel
     EP_HD int32_t& received_start(int channel, int rank) const {
         return data[received_start_ + channel * world() + rank];
     }
-    // [W, L], where a source rank's rows begin
+    // expert_base [W, L]: where a source rank's rows begin at each expert
     EP_HD int32_t* expert_base(int rank) const {
         return data + expert_base_ + rank * local_experts();
     }
-    // [L], rows, without padding
+    // expert_count [L]: rows, without padding
     EP_HD int32_t& expert_count(int expert) const { return data[expert_count_ + expert]; }
-    // [L + 1], where an expert's rows begin, with padding
+    // expert_start [L + 1]: where an expert's rows begin, with padding
     EP_HD int32_t& expert_start(int expert) const { return data[expert_start_ + expert]; }
 
-    // --- of the rows that this rank forwards along its rail ---
-    // [C, N], rows
+    // --- rows that this rank forwards along its rail ---
+    // rail [C, N]: rows from each node
     EP_HD int32_t& rail(int channel, int node) const {
         return data[rail_ + channel * topology.nodes + node];
     }
-    // [C, N], rows before them
+    // rail_start [C, N]: rows that come before those, ordered by node and channel
     EP_HD int32_t& rail_start(int channel, int node) const {
         return data[rail_start_ + channel * topology.nodes + node];
     }
 
-    // [C + 1], of a plan, where the tokens of this rank's channels begin
+    // planned_first_token [C + 1]: where each channel's tokens begin; planned layouts only
     EP_HD int32_t& planned_first_token(int channel) const { return data[first_tokens_ + channel]; }
 
     static constexpr size_t kTotals = sizeof(Totals) / sizeof(int32_t);
@@ -151,7 +151,7 @@ struct Layout {
     }
 
     int local_experts_;
-    // Where the parts begin, in this order: kernels ask for every row.
+    // Offsets of the parts, precomputed because kernels need them for every row.
     size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_,
         expert_base_, expert_count_, expert_start_, rail_, rail_start_, first_tokens_, size_;
 };

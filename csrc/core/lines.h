@@ -9,25 +9,25 @@
 
 namespace ep {
 
-// A row as lines of 128 bytes, each with its tag in it: a line is stored at once and arrives whole,
-// so a warp that finds the tag has the rest, and none waits until stores have arrived. Only where
-// memory is mapped over links that keep a line whole: see docs/memory_model.md.
+// A row as lines of 128 bytes, each with an inline tag as in NCCL's LL128: a line is stored at once
+// and arrives whole, so a warp that finds the tag has the rest, and no sender waits for its stores
+// to arrive. Only for memory mapped over links that keep lines whole: see docs/memory_model.md.
 //
-// Units of 16 bytes, a lane each: 7 of the row's payload, then 8 bytes that travel beside it, and
-// the tag.
+// A line is 8 units of 16 bytes, one per lane: 7 of the row's payload, then one with 8 bytes that
+// travel beside the payload, and the tag.
 struct Line {
     static constexpr int kBytes = 128, kUnit = 16, kUnits = kBytes / kUnit;
     static constexpr int kPayload = kBytes - kUnit, kBeside = kPayload, kTag = kBeside + 8;
-    // Lines that one warp sends or receives whole: they hold whole blocks of fp8, a scale beside
-    // each of the first ones.
+    // Lines that a warp sends or receives together: they hold whole fp8 blocks, and each of the
+    // first kScales lines carries one scale.
     static constexpr int kBlock = 8, kScales = kBlock * kPayload / kScaleBlock;
     static_assert(kBlock * kPayload % kScaleBlock == 0 && kScales <= kBlock);
 
-    // Of a row; one without payload has a tag, too.
+    // Lines of a row; a row without payload has one, for its tag.
     EP_HD static int count(size_t payload_bytes) {
         return payload_bytes ? static_cast<int>((payload_bytes + kPayload - 1) / kPayload) : 1;
     }
-    // Of the fp8 block whose scale is beside a line; -1: none.
+    // Index of the fp8 block whose scale a line carries; -1: none.
     EP_HD static int scale(int line, int blocks) {
         const int block = line / kBlock * kScales + line % kBlock;
         return line % kBlock < kScales && block < blocks ? block : -1;
@@ -40,7 +40,7 @@ struct Lines {
     EP_HD int end() const { return first + count; }
 };
 
-// What a tag says: a call's number, and below it in kShapeBits what both ends must agree on.
+// A tag: a call's number, and below it in kShapeBits what both ends must agree on.
 struct LineTag {
     static constexpr int kShapeBits = 24;
 
@@ -49,8 +49,8 @@ struct LineTag {
     EP_HD uint64_t number() const { return value >> kShapeBits; }
 };
 
-// How the lines of rows are dealt to warps: as few blocks of them at once as give each warp at most
-// one share, if there are so many warps.
+// How the lines of rows are divided among warps: as few blocks at once as give each warp at most
+// one share, if there are enough warps.
 struct LineShares {
     int lines, at_once = Line::kBlock;
 
@@ -59,7 +59,7 @@ struct LineShares {
         while (at_once < lines && rows * shares() > warps) at_once *= 2;
     }
 
-    // Of a row.
+    // Shares of one row.
     EP_HD int shares() const { return (lines + at_once - 1) / at_once; }
     EP_HD Lines operator[](int share) const {
         const int first = share * at_once;
@@ -67,14 +67,14 @@ struct LineShares {
     }
 };
 
-// Where the scales go that travel beside the lines of a row: four bytes of them to a word, and so
-// many bytes from one word to the next.
+// Where the scales go that travel with the lines of a row: four bytes of them per word, word_stride
+// bytes from one word to the next.
 struct ScalePlan {
-    int blocks = 0;  // of the row; 0: it has no scales
+    int blocks = 0;  // of the row; 0: no scales
     int bytes = 0;   // of a scale: 1 or 4
     size_t word_stride = 0;
 
-    // Those of a row, as they lie beside the values of fp8.
+    // The scales of a row are contiguous.
     EP_HD static ScalePlan side_by_side(const RowFormat& format) {
         const int blocks = format.scale_bytes ? scale_blocks(format.payload_bytes) : 0;
         return {blocks, blocks ? format.scale_bytes / blocks : 0, 4};

@@ -12,7 +12,7 @@
 
 namespace ep {
 
-// What a low-latency dispatch learned, as views into one int32 array that the handle owns.
+// What a low-latency dispatch computes, as views into one int32 array that the handle owns.
 struct LowLatencyLayout {
     int world;
     int local_experts;
@@ -51,27 +51,27 @@ struct LowLatencyLayout {
     EP_HD size_t present_offset() const { return present_; }
     EP_HD size_t dst_rows_offset() const { return dst_rows_; }
 
-    // 1 if rows did not fit, else 0.
+    // overflow: 1 if rows did not fit, else 0
     EP_HD int32_t& overflow() const { return data[kOverflow]; }
-    // [L], rows, without padding
+    // count [L]: rows, without padding
     EP_HD int32_t& count(int expert) const { return data[counts_ + expert]; }
-    // [L + 1], where an expert's rows begin
+    // start [L + 1]: where an expert's rows begin
     EP_HD int32_t& start(int expert) const { return data[starts_ + expert]; }
-    // [T, K], expert ids of the own tokens, -1: none, -2 - id: not sent, its rank is masked
+    // experts [T, K]: ids of this rank's tokens; -1: none, -2 - id: its rank is masked
     EP_HD int32_t* experts(int token) const {
         return data + experts_ + static_cast<size_t>(token) * topk;
     }
-    // [W, chunks], bits: the tokens that arrived, in words of 32
+    // present [W, chunks]: bits of the tokens that arrived, 32 per word
     EP_HD uint32_t& present(int word) const {
         return reinterpret_cast<uint32_t*>(data)[present_ + word];
     }
-    // [W, max_tokens, K], the row for each k of a token that arrived
+    // dst_rows [W, max_tokens, K]: output row for each k of an arrived token
     EP_HD int32_t* dst_rows(int rank, int token) const {
         return data + dst_rows_ + (static_cast<size_t>(rank) * max_tokens + token) * topk;
     }
-    // [W], with masking: whether the dispatch went to that rank, and took what came from it
+    // active [W]: with masking, whether the dispatch sent to a rank and received from it
     EP_HD int32_t& active(int rank) const { return data[active_ + rank]; }
-    // [warps, L], where an expert's rows begin, each warp for itself
+    // scratch [warps, L]: each warp's copy of where experts' rows begin
     EP_HD int32_t* scratch(int warp) const {
         return data + scratch_ + static_cast<size_t>(warp) * local_experts;
     }
@@ -80,19 +80,19 @@ struct LowLatencyLayout {
     size_t counts_, starts_, experts_, present_, dst_rows_, active_, scratch_, size_;
 };
 
-// How calls go on without ranks that stay away. Only with a heap that has masking.
+// How calls go on without ranks that stay away. Only if the heap has masking.
 struct LowLatencyMask {
-    int32_t* active;          // [W], the caller's: 0 leaves a rank out for good, or says that it is
-    MaskedRank* shown;        // [W], who is left out, for the host to read at any time
-    uint64_t* dropped;        // choices whose rank was left out: in dispatches, in combines
-    const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
-    uint64_t slice_ns;        // interval between two beats of a waiting rank
-    int silent_slices;        // intervals without a beat after which a rank is left out
-    int max_slices;           // intervals after which any missing rank is left out
+    int32_t* active;    // [W], the caller's: 0 masks a rank for good, or says that it is masked
+    MaskedRank* shown;  // [W], which ranks are masked, for the host to read at any time
+    uint64_t* dropped;  // [2], choices lost to masked ranks: in dispatches, in combines
+    const int32_t* required;  // [W] or null: a rank that has 1 here must not be masked
+    uint64_t slice_ns;        // interval between two heartbeats of a waiting rank
+    int silent_slices;        // intervals without a heartbeat after which a rank is masked
+    int max_slices;           // intervals after which any missing rank is masked
 };
 
-// What the halves of both kinds share. No number of a call is among them: a captured launch can be
-// replayed.
+// Arguments of both halves of both kinds of call. They include no call number, because a captured
+// launch can be replayed.
 struct LowLatencyArgs {
     int rank;
     LowLatencyHeap heap;
@@ -100,8 +100,8 @@ struct LowLatencyArgs {
     RowFormat format;
     int num_tokens;
     uint64_t* call;    // the call's number: written by its sending half, read by its receiving half
-    int64_t max_rows;  // of the expert-grouped tensor
-    // [W], the caller's: to which a receiving half adds how long it waited for each rank. Or null
+    int64_t max_rows;  // rows of the expert-grouped tensor
+    // [W], the caller's, or null: a receiving half adds how long it waited for each rank.
     int64_t* recv_wait_ns;
     LowLatencyMask mask;
 
@@ -116,25 +116,25 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     const void* topk_idx;  // [T, K], int32 or int64
     int index_bytes;       // 4 or 8
     int expert_alignment;  // rows of an expert are padded to a multiple of this
-    int64_t expert_rows;   // > 0: every expert has so many, begins at a multiple of this
-    const char* x;         // [T, payload_bytes], or bf16 that becomes fp8 on the way
+    int64_t expert_rows;   // > 0: every expert has this many rows and begins at a multiple
+    const char* x;         // [T, payload_bytes], or bf16 to be quantized to fp8
     const char* scales;    // [T, scale_bytes]
     const char* weights;   // [T, K, weight_bytes]
     char* recv_x;          // [max_rows, payload_bytes]
-    char* recv_scales;     // [max_rows, scale_bytes], or in columns
+    char* recv_scales;     // [max_rows, scale_bytes], or by columns
     char* recv_weights;    // [max_rows, weight_bytes]
-    ScaleFormat quantize = ScaleFormat::None;  // of what becomes fp8
-    // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix without
-    // expert_rows): each word of 4 bytes of the rows' scales has a column for itself.
+    ScaleFormat quantize = ScaleFormat::None;  // scale format if x is quantized
+    // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix if expert_rows
+    // is 0): each 4-byte word of a row's scales has its own column.
     int64_t scale_column = 0;
-    // [W], the caller's: to which each rank's rows are added. Or null.
+    // [W], the caller's, or null: receives the number of rows from each rank in addition.
     int64_t* recv_rows = nullptr;
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
-    // The first column's word of a row.
+    // Index in recv_scales of the first word of a row's scales.
     EP_HD size_t scale_word(uint32_t row) const {
         if (!expert_rows) return row;
         const auto rows = static_cast<uint32_t>(expert_rows);
@@ -151,18 +151,18 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     static constexpr LowLatencyKind kKind = LowLatencyKind::Combine;
 
     const char* x;       // [max_rows, payload_bytes]
-    const char* values;  // [max_rows, weight_bytes]: travel beside the rows
+    const char* values;  // [max_rows, weight_bytes]: travel with the rows
     char* y;             // [T, payload_bytes]
     char* y_values;      // [T, K, weight_bytes]
-    bool sum_at_expert;  // a rank sums its experts' rows of a token before one row travels
-    // Accumulator of x's type; null: none. What a row is multiplied by before it is summed at the
-    // expert, [max_rows], or at the token's rank, [T, K].
+    bool sum_at_expert;  // a rank sums its experts' rows of a token; one row travels
+    // Accumulator of x's type; null: none. Factors of rows that are summed at the expert,
+    // [max_rows], or at the token's rank, [T, K].
     const void* row_weights;
     const void* token_weights;
-    bool renormalize;  // token_weights of the choices that are left make up for the others
+    bool renormalize;  // token_weights of the remaining choices make up for the others
 
-    // One row a rank and token is few bytes, and the time is that of a way there; of many bytes
-    // lines would make more.
+    // One row per rank and token is few bytes, so latency decides and lines are faster. They move
+    // more bytes, which would cost more with one row per choice.
     EP_HD bool by_lines() const { return heap.lines && sum_at_expert; }
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyCombine;

@@ -13,22 +13,23 @@
 
 namespace ep {
 
-// What the tokens of one rank chose at another, as words of 32 bits in the low halves of words that
-// have their call's number, as far as it fits, in the high one. Numbers of words.
+// What the tokens of one rank chose at another, as words with inline flags: 32 bits of data in the
+// low half, the low 32 bits of the call's number in the high half. Functions return indices of
+// words.
 struct ChoiceWords {
     static constexpr int kHalves = 2;
 
     int chunks, local_experts, max_tokens, max_topk;
 
-    // bits: tokens of a chunk with any expert there
+    // present: bits of a chunk's tokens that chose any expert there
     EP_HD size_t present(int chunk) const { return chunk; }
-    // rows of an expert
+    // rows: number of rows for an expert
     EP_HD size_t rows(int expert) const { return group(expert / 32) + expert % 32; }
-    // bits: tokens of a chunk that chose an expert
+    // tokens: bits of a chunk's tokens that chose an expert
     EP_HD size_t tokens(int expert, int chunk) const { return rows(expert) + 32 * (1 + chunk); }
-    // what a choice is, at any rank, of the choices of all tokens
+    // expert: the expert id, at any rank, of a choice (token * K + k)
     EP_HD size_t expert(size_t choice) const { return group(groups()) + choice; }
-    // the halves of its weight
+    // weight: the halves of a choice's weight
     EP_HD size_t weight(size_t choice, int half) const {
         return expert(choices()) + kHalves * choice + half;
     }
@@ -43,8 +44,8 @@ struct ChoiceWords {
     }
 };
 
-// What a rank over a network tells of its dispatches: which was the last to send its choices, and
-// whether the one before it had been received by then. Those before that one had been.
+// What a rank reports about its dispatches over a network: the last one whose choices it sent, and
+// whether it had received the one before it by then. It had received all earlier ones.
 struct ChoiceFlag {
     uint64_t value;
 
@@ -57,39 +58,39 @@ struct ChoiceFlag {
 
 enum class LowLatencyKind : int { Dispatch, Combine };
 enum class LowLatencyHalf : int { Send, Receive };
-// What a launch does of a call.
+// Which halves of a call a launch runs.
 enum class LowLatencyLaunches : int { Send, Receive, Both };
 
-// The low-latency mode's own symmetric heap, beside the buffer's.
+// The low-latency mode's symmetric heap, separate from the normal mode's.
 //
 // A dispatch's row lies in the slot of its source rank and token, a combine's in that of its token
-// and k: nobody counts slots. Each kind of call has two banks, used in turn; one is free again once
-// its reader has released it. Call numbers, flags and tags only ever grow and are cleared by nobody
-// but reset.
+// and k, so slots need no counters. Each kind of call has two banks, used in turn; a bank is free
+// again once its reader has released it. Call numbers, flags and tags only grow, until a reset
+// clears them.
 //
-// With masking a combine's row lies in the slot of its sender, token and choice instead: then
-// whatever another rank writes has one writer, and once that one is masked nobody reads it again.
+// With masking a combine's row lies in the slot of its sender, token and choice instead: then each
+// address has one writer, and is never read again once that rank is masked.
 //
-// With lines a dispatch's rows and the sums that come back are lines, and what tokens chose and the
-// values beside sums are words, that carry their call's number themselves: no flag follows them.
-// Sums have a region of their own, since a line's payload is no tag.
+// With lines a dispatch's rows and combine's sums are lines, and choices and the values beside sums
+// are words. Both carry their call's number inline, so no flag follows them. Sums have their own
+// region, where no payload of a line lies where a tag is expected.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
     static constexpr int kHalves = 2;
-    static constexpr int kMaxTokens = 1024;  // 32 chunks: a lane a chunk
+    static constexpr int kMaxTokens = 1024;  // 32 chunks, one per lane
     static constexpr int kWordsOfValue = 2;  // 32 bits each
 
     Topology topology;
     int num_experts;
-    int max_tokens;  // of a rank
+    int max_tokens;  // per rank
     int max_topk;
-    int channels;       // to ranks whose memory is not mapped: at most as many as warps
-    bool staged;        // whether there are such ranks
-    size_t slot_bytes;  // of the largest row
+    int channels;       // to unmapped ranks: at most as many as warps
+    bool staged;        // whether there are unmapped ranks
+    size_t slot_bytes;  // size of the largest row
     bool masking;       // whether calls go on without ranks that stay away
-    bool lines;         // all ranks mapped, over links that keep lines whole; not with masking
+    bool lines;         // all ranks mapped, over links that keep lines whole; never with masking
 
     LowLatencyHeap() = default;
     LowLatencyHeap(const Topology& ranks, int experts, int tokens, int topk, size_t slot,
@@ -147,7 +148,7 @@ struct LowLatencyHeap {
     }
 
     EP_HD int local_experts() const { return local_experts_; }
-    EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // of 32 tokens
+    EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // 32 tokens each
     // Bits of a chunk that may be set.
     EP_HD uint32_t tokens_of_chunk(int chunk) const {
         const int left = max_tokens - 32 * chunk;
@@ -158,39 +159,39 @@ struct LowLatencyHeap {
         return local_experts() < max_topk ? local_experts() : max_topk;
     }
     EP_HD size_t bytes() const { return bytes_; }
-    // All that the network reads and writes, of ranks whose memory is not mapped, begins here. What
-    // a rank counts, and knows of masks, lies before and behind.
+    // The memory that the network of unmapped ranks reads and writes begins here. This rank's
+    // counters and masks lie before and after it.
     size_t network_begin() const { return released_; }
     size_t network_bytes() const { return memberships_ - released_; }
 
-    // --- of this rank ---
+    // --- this rank's state ---
     // Calls sent so far.
     EP_HD size_t sent(LowLatencyKind kind) const { return line(sent_, kind); }
-    // Warps that were done with their share of a sending or receiving half, over all calls.
+    // Warps that have finished their share of a sending or receiving half, over all calls.
     EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
     EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }
-    // The same of a channel's warps, whose puts are under way.
+    // Warps of a channel that have issued their puts, over all calls.
     EP_HD size_t put_joins(LowLatencyKind kind, int channel) const {
         return put_joins_ + (static_cast<int>(kind) * channels + channel) * kLine;
     }
 
-    // The last dispatch in a bank that choices could not release any more, and so a credit did.
+    // The last dispatch in a bank that a credit released, because it was too late for choices to.
     EP_HD size_t credited(int bank) const { return credited_ + bank * sizeof(uint64_t); }
-    // What the last signal left in the row_flag that this rank has at `rank`.
+    // Value of the last signal to this rank's row_flag at `rank`.
     EP_HD size_t signalled(LowLatencyKind kind, int number, int rank) const {
         return signalled_ + ((static_cast<int>(kind) * channels + number) *
                                  static_cast<size_t>(topology.world()) +
                              rank) *
                                 sizeof(uint64_t);
     }
-    // How many tokens the dispatch in a bank sends to `rank`, which is not mapped.
+    // Number of tokens that the dispatch in a bank sends to `rank`, which is not mapped.
     EP_HD size_t tokens_sent(int bank, int rank) const {
         return tokens_sent_ +
                (bank * static_cast<size_t>(topology.world()) + rank) * sizeof(uint32_t);
     }
 
-    // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its
-    // warps raise it, and the last one makes it 0 again.
+    // Nanoseconds that the receiving half of a bank's call has waited for a rank. Its warps raise
+    // it, and the last one resets it to 0.
     EP_HD size_t waited(LowLatencyKind kind, int bank, int rank) const {
         return waited_ +
                ((static_cast<int>(kind) * kBanks + bank) * static_cast<size_t>(topology.world()) +
@@ -198,47 +199,47 @@ struct LowLatencyHeap {
                    sizeof(uint64_t);
     }
 
-    // --- flags that others write: numbers of calls ---
-    // The last call of a bank that `rank` has received: its memory is free for the next. Of
-    // dispatches a rank whose memory is not mapped tells here only what its choices did not.
+    // --- flags written by other ranks: call numbers ---
+    // The last call of a bank that `rank` has received: its memory is free for the next. For
+    // dispatches an unmapped rank writes it only if its choices did not release the call.
     EP_HD size_t released(LowLatencyKind kind, int bank, int rank) const {
         return released_ +
                ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
     }
-    // The last dispatch of which `rank` has sent this part of its choices; a ChoiceFlag if its
-    // memory is not mapped.
+    // The last dispatch for which `rank` has sent this part of its choices; a ChoiceFlag if `rank`
+    // is not mapped.
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }
-    // The last call whose rows `rank` has put here; of several flags, where each of a rank's blocks
-    // has one, those that this one is behind. Only of ranks without mapped memory.
+    // The last call whose rows `rank`, which is not mapped, has put here. If each block of a rank
+    // has a flag, each covers the rows of its block.
     EP_HD size_t row_flag(LowLatencyKind kind, int number, int rank) const {
         return row_flags_ +
                ((number * kKinds + static_cast<int>(kind)) * topology.world() + rank) * kLine;
     }
-    // All of these, and with masking masked_flag and beat_flag; of row_flag the first of each kind.
+    // All of these, and with masking masked_flag and beat_flag; number 0 of each kind of row_flag.
     EP_HD NetworkFlags network_flags() const {
         const int of_all = kKinds * kBanks + choice_parts() + (masking ? 2 : 0);
         return {released_, staged ? of_all + kKinds : 0, topology.world(), of_all, channels, true};
     }
 
     // --- what the tokens of one rank chose at another, as 32-bit words:
-    //       present[chunks], bits: tokens with any expert there;
-    //       of each 32 local experts, or fewer at the end: counts[experts], rows of an expert;
-    //       tokens[chunks, experts], bits: tokens that chose an expert;
-    //       experts[tokens, K] of those that are present: what they chose, at any rank.
-    //     Where memory is mapped different warps store them, in parts: the first and the last are
-    //     part 0, 32 local experts a part. Over a network one warp puts as much of them as there
-    //     is, as part 0 ---
+    //       present[chunks]: bits of the tokens that chose any expert there;
+    //       for every 32 local experts, or fewer at the end: counts[experts], rows of an expert;
+    //       tokens[chunks, experts], bits of the tokens that chose an expert;
+    //       experts[tokens, K]: what the present tokens chose, at any rank.
+    //     To a mapped rank warps store them in parts: part 0 is the first and the last array, part
+    //     i the
+    //     i-th group of experts. Over a network one warp puts all of it, as part 0 ---
     EP_HD int choice_parts() const { return 1 + (local_experts() + 31) / 32; }
     EP_HD int experts_of_part(int part) const {
         return local_experts_ - 32 * (part - 1) < 32 ? local_experts_ - 32 * (part - 1) : 32;
     }
-    EP_HD size_t choice_part(int part) const {  // where it begins
+    EP_HD size_t choice_part(int part) const {  // its offset
         const size_t words = chunks() + 32 * static_cast<size_t>(part - 1) * (1 + chunks());
         return part ? words * sizeof(uint32_t) : 0;
     }
-    EP_HD size_t chosen_experts() const {  // where these begin
+    EP_HD size_t chosen_experts() const {  // offset of experts[]
         return (chunks() + local_experts_ * static_cast<size_t>(1 + chunks())) * sizeof(uint32_t);
     }
     EP_HD size_t choice_bytes() const { return choice_bytes_; }
@@ -249,7 +250,7 @@ struct LowLatencyHeap {
         return staged_choices_ + (bank * topology.world() + rank) * choice_bytes();
     }
 
-    // --- the same with lines ---
+    // --- choices as words, with lines ---
     EP_HD ChoiceWords words() const { return {chunks(), local_experts_, max_tokens, max_topk}; }
 
     // --- rows ---
@@ -257,34 +258,34 @@ struct LowLatencyHeap {
         const size_t region = bank * static_cast<size_t>(topology.world()) + rank;
         return rows_ + (region * max_tokens + token) * row_bytes_;
     }
-    // Of the experts of `rank`; choice: which of the token's there.
+    // A row from the experts of `rank`. choice: index among the token's choices there.
     EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
         return parts_ + slot(masking ? slot_of_choice(bank, rank, token, choice)
                                      : slot_of_k(bank, token, k));
     }
-    // With lines: the sum that `rank` makes of a token, whose last choice there is k.
+    // With lines: the sum that `rank` makes for a token whose last choice there is k.
     EP_HD size_t sum(int bank, int rank, int token, int k) const {
         const size_t of_token = bank * static_cast<size_t>(max_tokens) + token;
         const int own = topology.world() < max_topk ? rank : k;
         return sums_ + (of_token * sums_of_token() + own) * row_bytes_;
     }
-    // With lines: the words of the value that the k-th choice of a token brings back.
+    // With lines: the words of the value that comes back for a token's k-th choice.
     EP_HD size_t value_words(int bank, int token, int k) const {
         return values_ + slot_of_k(bank, token, k) * kWordsOfValue * sizeof(uint64_t);
     }
-    // To all ranks, but with masking to `rank`: nobody waits for what was put to a rank that is
-    // masked then, and its memory must not be written anew for others.
+    // One copy for all ranks, but with masking one per rank: puts to a masked rank are not waited
+    // for, so what they read must not be overwritten for other ranks.
     EP_HD size_t staged_row(int bank, int rank, int token) const {
         const int region = masking ? bank * topology.world() + rank : bank;
         return staged_rows_ + slot(region * static_cast<size_t>(max_tokens) + token);
     }
-    // choice: which of the token's experts at this rank.
+    // choice: index among the token's choices at this rank.
     EP_HD size_t staged_part(int bank, int rank, int token, int choice) const {
         return staged_parts_ + slot(slot_of_choice(bank, rank, token, choice));
     }
 
-    // --- with masking, of this rank ---
-    // 2 * number of a call + whether the rank takes part in this half of it, for this rank.
+    // --- this rank's state with masking ---
+    // 2 * call + whether `rank` takes part in this half of it, as this rank sees it.
     EP_HD size_t membership(LowLatencyHalf half, LowLatencyKind kind, int bank, int rank) const {
         const int which =
             (static_cast<int>(half) * kKinds + static_cast<int>(kind)) * kBanks + bank;
@@ -293,18 +294,18 @@ struct LowLatencyHeap {
     }
     // Not 0: this rank has masked `rank`, for good.
     EP_HD size_t masked(int rank) const { return masked_ + rank * sizeof(uint64_t); }
-    // 0, or 1 + the rank, of `rank` and this one, that was first to mask the other because of its
-    // silence. It lies in the heap of the lower of the two, so that there is one for both.
+    // 0, or 1 + whichever of `rank` and this rank was first to mask the other for its silence. Both
+    // use the word in the heap of the lower rank.
     EP_HD size_t first_to_mask(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
     EP_HD size_t own_beats() const { return own_beats_; }
-    // What a rank without tokens has chosen.
+    // The choices of a rank without tokens.
     EP_HD size_t no_choices() const { return no_choices_; }
-    // --- flags that others write ---
-    // Not 0: `rank` has masked this one, and why (MaskReason).
+    // --- flags written by other ranks ---
+    // Not 0: `rank` has masked this one, for this reason (MaskReason).
     EP_HD size_t masked_flag(int rank) const { return masked_flags_ + rank * kLine; }
-    // Grows while `rank` waits.
+    // Heartbeat of `rank`: grows while it waits.
     EP_HD size_t beat_flag(int rank) const { return beat_flags_ + rank * kLine; }
-    // The last call of which all that `rank` has to store here is here. Only of mapped ranks.
+    // The last call whose stores from `rank`, a mapped one, have all arrived here.
     EP_HD size_t all_sent_flag(LowLatencyKind kind, int rank) const {
         return all_sent_flags_ +
                (static_cast<int>(kind) * static_cast<size_t>(topology.world()) + rank) * kLine;
@@ -328,7 +329,7 @@ struct LowLatencyHeap {
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
     size_t row_bytes_;
-    // Kept, because a division takes a GPU long.
+    // Kept because a division is slow on a GPU.
     int local_experts_;
     size_t choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, credited_, waited_, put_joins_, signalled_,

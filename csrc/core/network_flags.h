@@ -6,17 +6,17 @@
 
 namespace ep {
 
-// The flags of a heap that ranks of other nodes write, numbered without gaps: for fabrics that keep
-// them outside of it. They come in sets, one flag a writer: what writes along a rail is a node,
-// what writes to all a rank. The first sets belong to no channel, the others to each in turn, or,
-// by pair, to the channel of the flag's writer and its reader.
+// The flags of a heap that ranks of other nodes write, numbered without gaps, for fabrics that keep
+// them elsewhere. They come in sets with one flag per writer: a node if flags go along a rail, else
+// a rank. The first sets belong to no channel, the others to each channel in turn, or with by_pair
+// to the channel of the flag's writer and reader.
 struct NetworkFlags {
-    static constexpr size_t kLine = 128;  // a flag's, in the heap
+    static constexpr size_t kLine = 128;  // bytes of a flag in the heap
 
-    size_t first;  // where they begin in the heap
+    size_t first;  // offset of the first in the heap
     int sets;
     int writers;
-    int sets_of_all;  // they go over a channel behind all others
+    int sets_of_all;  // on a channel after all others
     int channels;
     bool by_pair = false;
 
@@ -27,7 +27,7 @@ struct NetworkFlags {
 
     EP_HD size_t count() const { return static_cast<size_t>(sets) * writers; }
     EP_HD size_t number(size_t flag) const { return (flag - first) / kLine; }
-    // of the flag with that number, in the heap of `rank`
+    // of the flag with this number in the heap of `rank`
     EP_HD int writer(size_t number) const { return static_cast<int>(number % writers); }
     EP_HD int channel(size_t number, int rank) const {
         const int set = static_cast<int>(number / writers);

@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// The exchanges of counts of fused dispatches, a rank each. The epoch is counted on the GPU.
+// Notify arguments of fused dispatches, one per rank. The GPU counts the epoch itself.
 inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
     std::vector<NotifyArgs> all;
     for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));

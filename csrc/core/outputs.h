@@ -10,9 +10,9 @@
 
 namespace ep {
 
-// What a dispatch or combine of one rank writes for its caller. When the call is given up all of it
-// is filled with kPoison, which nobody can take for data: NaN in every type of float (e8m0 too), -1
-// in every type of integer.
+// What a dispatch or combine of one rank writes for its caller. If the call is given up, all of it
+// is filled with kPoison, which cannot pass for data: NaN in every float type (also e8m0), -1 in
+// every integer type.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
     static constexpr int kParts = 4;
@@ -22,12 +22,13 @@ struct Outputs {
         size_t bytes;
     };
     Part parts[kParts];
-    uint32_t* epoch;  // of a layout whose tables the call fills: 0, and no call uses it. Or null
+    uint32_t* epoch;  // null, or that of the layout that the call fills: set to 0, so that no call
+                      // uses it
 };
 
 EP_HD Outputs outputs_of(const DispatchArgs& args) {
     const size_t rows = args.max_rows;
-    // of flat rows the caller reads them, too
+    // the caller reads these of flat rows
     const Outputs::Part dst_rows{reinterpret_cast<char*>(args.dst_rows),
                                  args.max_received * args.format.topk * sizeof(int32_t)};
     return {{{args.recv_x, rows * args.format.payload_bytes},
@@ -46,7 +47,7 @@ EP_HD Outputs outputs_of(const CombineArgs& args) {
             nullptr};
 }
 
-// The layout, too: its counts and output rows are read by what computes with the rows.
+// Includes the layout, because computations on the rows read its counts and output rows.
 EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},

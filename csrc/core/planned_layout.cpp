@@ -7,13 +7,13 @@
 namespace ep {
 namespace {
 
-// Tokens of a rank that follow each other, and what a channel has to do for each.
+// Successive tokens of a rank, and the work that a channel has for each.
 struct Stretch {
     int32_t first, tokens;
     int64_t work;
 };
 
-// Those of each rank, in order.
+// The stretches of each rank, in token order.
 std::vector<std::vector<Stretch>> stretches_of(int world, const Move* moves, size_t count,
                                                const int32_t* tokens, int leaving) {
     std::vector<std::vector<Stretch>> all(world);
@@ -76,7 +76,7 @@ void lay_out(const Layout& layout, int rank, const Move* moves, size_t count, co
         first_tokens.push_back(first_tokens_of(stretches, source, layout.world(), layout.channels));
     }
     std::ranges::copy(first_tokens[rank], &layout.planned_first_token(0));
-    // f(channel, rows) for each channel of the source that has some of a move's rows
+    // calls f(channel, rows) for each channel of the source that has some of a move's rows
     auto for_channels = [&](const Move& move, auto&& f) {
         const std::vector<int32_t>& first_token = first_tokens[move.source];
         for (int channel = 0; channel < layout.channels; ++channel) {
@@ -126,7 +126,8 @@ void lay_out(const Layout& layout, int rank, const Move* moves, size_t count, co
             totals.rail_rows += layout.rail(channel, node);
         }
     }
-    layout.expert_count(0) = totals.expert_rows = totals.received_rows;  // each has one place
+    layout.expert_count(0) = totals.expert_rows =
+        totals.received_rows;  // each row has one expert row
     for (int expert = 1; expert <= layout.local_experts(); ++expert)
         layout.expert_start(expert) = totals.expert_rows;
     totals.epoch = epoch;

@@ -7,15 +7,15 @@
 
 namespace ep {
 
-constexpr int kMaxTopk = 32;  // one lane a (token, k)
+constexpr int kMaxTopk = 32;  // one lane per (token, k)
 
-// dividend / divisor: a GPU takes long for 64 bits, which most have no need of.
+// dividend / divisor, in 32 bits if they suffice: a 64-bit division is slow on a GPU.
 EP_HD uint64_t quotient(uint64_t dividend, uint64_t divisor) {
     if ((dividend | divisor) >> 32) return dividend / divisor;
     return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
 }
 
-// Whether an id is that of one of `count` experts from `first` on.
+// Whether `id` is one of `count` experts from `first` on.
 EP_HD bool is_within(int32_t id, int first, int count) {
     return static_cast<uint32_t>(id) - static_cast<uint32_t>(first) < static_cast<uint32_t>(count);
 }
@@ -43,7 +43,7 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
 struct RowFormat {
     static constexpr int kLongRow = 1024;  // bytes
 
-    // Tag and token. In one word of memory: every role that moves a row reads or writes both.
+    // Tag and token in one 16-byte word: every role that moves a row reads or writes both.
     struct alignas(16) Stamp {
         uint64_t tag, token;
     };
@@ -52,7 +52,7 @@ struct RowFormat {
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
     int topk;
-    int payload_type;  // a number for the element type, on which the ranks must agree
+    int payload_type;  // number of the element type, on which ranks must agree
 
     RowFormat() = default;
     RowFormat(int payload, int scale, int weight, int k, int type = 0)
@@ -69,7 +69,7 @@ struct RowFormat {
         slot_bytes_ = align_up(scales_ + scale_bytes, alignment);
     }
 
-    // First, where even a rank that expects rows of another size finds it.
+    // The tag comes first, so that even a rank that expects another row size finds it.
     EP_HD size_t tag() const { return 0; }
     EP_HD size_t experts() const { return sizeof(Stamp); }
     EP_HD size_t index() const { return index_; }
@@ -77,13 +77,14 @@ struct RowFormat {
     EP_HD size_t payload() const { return payload_; }
     EP_HD size_t scales() const { return scales_; }
     EP_HD size_t slot_bytes() const { return slot_bytes_; }
-    // Of a ring of that size.
+    // Slots in a ring of this size.
     EP_HD uint64_t slots(size_t ring_bytes) const {
         return floor_power_of_two(quotient(ring_bytes, slot_bytes_));
     }
 
   private:
-    size_t index_, weights_, payload_, scales_, slot_bytes_;  // kernels ask for every row
+    // Precomputed because kernels need them for every row.
+    size_t index_, weights_, payload_, scales_, slot_bytes_;
 };
 
 }  // namespace ep

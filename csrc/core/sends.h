@@ -7,8 +7,8 @@
 
 namespace ep {
 
-// What a rank sends in a call, as one word that others may read at any time, to say in what ranks
-// differ. That they do is found by the tags of the rows.
+// What a rank sends in a call, as one word that others may read at any time. It explains how calls
+// differ; that they differ is found by the tags of rows.
 struct Sends {
     enum class Kind : int {
         Dispatch,
@@ -21,11 +21,11 @@ struct Sends {
     };
     enum class Mode : int { Transfer, LowLatencyDispatch, LowLatencyCombine };  // counted apart
     static constexpr int kModes = 3;
-    static constexpr uint64_t kKept = 2;  // the last calls of each
+    static constexpr uint64_t kKept = 2;  // last calls of each mode
     static constexpr uint64_t kCalls = 1 << 16;
 
     Kind kind;
-    // Of a block of 128 elements; 0 by a plan, where they belong to the payload.
+    // Per block of 128 elements; 0 for a plan, whose scales belong to the payload.
     uint64_t scale_bytes;
     uint64_t weight_bytes;  // 0, 4 or 8
     uint64_t topk;

@@ -4,7 +4,7 @@
 
 namespace ep {
 
-// Of the largest NVLink domain. Also the most ranks of one machine that share memory.
+// Ranks of the largest NVLink domain, and most ranks of one machine that share memory.
 constexpr int kMaxNodeRanks = 72;
 
 // Nodes of equally many ranks. A rank is node * ranks_per_node + local; a rail is the ranks of

@@ -11,33 +11,34 @@ namespace ep {
 // How bytes leave a rank. Offsets are into the symmetric heap.
 //
 //   own<T>(offset)             memory of this rank
-//   network<T>(offset)         the same where the network reads and writes it: what is put, what
-//                              others put, and their signals. Elsewhere than own() where the
-//                              network does not reach that
+//   network<T>(offset)         memory of this rank as the network reads and writes it: sources of
+//                              puts, what others put, and their signals. It differs from own()
+//                              where the network cannot reach that
 //   peer<T>(local, offset)     memory of a rank of the same node: plain loads and stores
-//   kMapsAll                   whether every rank's memory is mapped: then a kernel has no code
-//                              for others
+//   kMapsAll                   whether every rank's memory is mapped; kernels then contain no
+//                              code for ranks that are not
 //   at<T>(rank, offset)        memory of a rank, only where it is mapped: plain loads and stores
 //   put_to(warp, channel, rank, dst, src, bytes)
 //                              one-sided write to that rank. `src` lies in network() and must not
 //                              change before the reader has acknowledged the data: a put
 //                              may read it late
 //   signal_to(warp, channel, rank, flag, from, to)
-//                              moves the flag there from `from`, where the last signal left it, to
-//                              `to`; a fabric may set it, or add to it. Visibility of the flag
-//                              implies that of all puts of this warp in this call before it on that
-//                              (channel, rank), and of all stores to that rank that this warp made
-//                              or acquired
-//   kOrdersWarps               whether that also holds for puts of other warps and earlier calls
+//                              moves that rank's flag from `from`, the last signal's value, to
+//                              `to`;
+//                              a fabric may set it or add to it. Who sees the flag also sees all
+//                              puts that this warp made before in this call on that (channel,
+//                              rank), and all stores to that rank that it made or acquired
+//   kOrdersWarps               whether a signal also covers puts of other warps and earlier calls
 //   credit_to(warp, channel, rank, flag, from, to)
-//                              the same for reads: visibility of the flag implies that this warp,
-//                              and those that it acquired from, are done reading. Not ordered with
-//                              puts, nor with other credits. So a fabric may set the flag, instead
-//                              of adding to it, only if it keeps its credits in order: otherwise an
-//                              old one could undo a new one
+//                              a signal for reads: who sees the flag knows that this warp, and
+//                              those
+//                              that it acquired from, are done reading. Not ordered with puts, nor
+//                              with other credits, so a fabric may set the flag instead of adding
+//                              to it only if it keeps its credits in order: otherwise an old one
+//                              could undo a new one
 //   acquire_signal<W>(channel, flag)
-//                              by a lane: an acquire load of this rank's flag, which pairs with
-//                              signal_to and credit_to
+//                              called by one lane: an acquire load of this rank's flag, which pairs
+//                              with signal_to and credit_to
 template <class F, class W>
 concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
@@ -53,16 +54,15 @@ concept FabricLike =
         { fabric.template acquire_signal<W>(0, offset) } -> std::same_as<uint64_t>;
     };
 
-// The host's side of a fabric between GPUs: a kernel parameter of which `Fabric`, its device side,
-// is made. What recovery asks of it, after a failure and when nothing runs any more on this rank:
+// Host side of a fabric between GPUs: a kernel parameter of which `Fabric`, its device side, is
+// made. Recovery calls it after a failure, when nothing runs any more on this rank:
 //
-//   drain(timeout_ns)                until what this rank put and signalled is there: else it would
-//                                    arrive in rings that are in use again
-//   reset_signals(rank, timeout_ns)  clears the flags of the network that lie outside of the heap.
-//                                    Collective: all ranks have drained, and nobody sends before
-//                                    all are done
+//   drain(timeout_ns)                waits until all puts and signals of this rank have arrived:
+//                                    later they would land in rings that are in use again
+//   reset_signals(rank, timeout_ns)  clears the network's flags outside of the heap. Collective:
+//                                    all ranks have drained, and none sends before all are done
 //
-// Both throw std::runtime_error when the time is over; empty where there is nothing to do.
+// Both throw std::runtime_error on a timeout, and are empty where there is nothing to do.
 template <class P>
 concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_ns) {
     typename P::Fabric;
@@ -70,12 +70,12 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
     { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;
 };
 
-// For the concept, in which nvcc takes no lambdas.
+// Takes the place of a lambda, which nvcc does not accept in a concept.
 struct FirstChannel {
     EP_FN int operator()(int) const { return 0; }
 };
 
-// What the low-latency mode asks of a fabric besides.
+// What the low-latency mode needs of a fabric in addition.
 //
 //   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
 //                              the heap says whether it does
@@ -86,9 +86,9 @@ struct FirstChannel {
 //                              channel_of(rank)
 //   signal_each(warp, first, ranks, channel_of, flag, from, to)
 //   credit_each(warp, first, ranks, channel, flag, from, to)
-//                              the same to many ranks at once: a lane posts to rank first + lane,
-//                              for each lane in the mask, to which no memory is mapped. Signals
-//                              move the flags there each from its own from[lane]
+//                              one signal or credit per lane in the mask `ranks`, to rank
+//                              first + lane, none of which is mapped. Signals move each rank's
+//                              flag from from[lane]
 template <class F, class W>
 concept ReachesAllRanks =
     FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to,

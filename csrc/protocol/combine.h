@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// Roles of combine: the pipe of dispatch run backwards. The experts' rows for a token go
+// Roles of combine: the pipeline of dispatch run backwards. The experts' rows for a token go
 //
 //   to a rank of this node:
 //     combine_nvl_sender (sums a rank's experts) -> NVLink ring -> combine_receiver
@@ -13,14 +13,14 @@ namespace ep {
 //     combine_nvl_sender -> NVLink ring -> combine_forwarder (sums a node's ranks) -> staging
 //     -> sender_coordinator -> network ring -> combine_receiver (sums the nodes)
 //
-// Without staging where the fabric maps the rail. Those for a token of this very rank pass through
+// There is no staging where the fabric maps the rail. Rows for this rank's own tokens pass through
 // no ring: combine_receiver sums them itself, or waits until the intra-rank pass has. A ring
-// belongs to one source rank and channel here too, so a full ring towards one node never holds up
-// the rows of another. All sums run over k in the order of the token's experts: a rank, or a node,
-// takes the place of its last expert.
+// belongs to one source rank and channel, as in dispatch, so a full ring towards one node never
+// holds up rows of another. All sums run over k in the order of the token's experts: a rank, or a
+// node, takes the place of its last expert.
 
-// The wait for the sums of warp `part` of the intra-rank pass, up to row `end` of all received
-// rows.
+// Condition that warp `part` of the intra-rank pass has summed its rows before row `end`, an index
+// into all rows that arrive at this rank.
 template <WarpLike W, class F>
 EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
                               int64_t end) {
@@ -29,8 +29,9 @@ EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, in
             static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)), args.rank};
 }
 
-// By their reader, once it has waited for all sums for a rank: the next call counts them anew. No
-// number of a call would do, because a graph replays a call with its number.
+// Clears the counts of sums for `rank`, so that the next call starts at 0. Called by their reader
+// once it has waited for all of them. A call number would not do instead: a graph replays a call
+// with the same number.
 template <class F>
 EP_FN void forget_sums(const Rings<F>& rings, const CombineArgs& args, int rank) {
     for (int part = 0; args.sums && part < args.sum_warps; ++part)
@@ -45,9 +46,9 @@ EP_FN bool wait_for_sums(W& warp, const Rings<F>& rings, const CombineArgs& args
     });
 }
 
-// From the experts to the rings towards up to `max_count` source ranks, from the first-th other
-// rank on. kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have
-// none.
+// Sends rows from the experts to the rings towards up to `max_count` source ranks, from
+// other_rank(first) on. kWeighted: multiplies each expert's row by its weight; the later sums of
+// partial sums use none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
                               int max_count) {
@@ -63,10 +64,10 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
         if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;
         read_dst_rows(warp, args, batch.first, following);
         for (int i = 0; i < batch.rows; ++i) {
-            dst_row = following;  // those of the next row are read while this one is summed
+            dst_row = following;  // the next row's are read while this one is summed
             if (i + 1 < batch.rows) read_dst_rows(warp, args, batch.first + i + 1, following);
             char* slot = rings.nvl_out_slot(batch.node, batch.peer, batch.position + i);
-            warp.lanes(format.topk, [&](int k) {  // on their way while the rows are summed
+            warp.lanes(format.topk, [&](int k) {  // these loads overlap with the sum
                 weight[k] = weight_of(args, batch.first + i, k, dst_row[k]);
             });
             const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
@@ -99,11 +100,11 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     }
 }
 
-// What a node's next sum was waiting for when last looked at: the row of a local rank (its number),
-// or one of these.
+// What a node's next sum lacked at the last check: a row of a local rank (its index), or one of
+// these.
 constexpr int kLacksCredit = -1, kLacksNothing = -2;
 
-// One node's sums, by the warp that serves it.
+// The sums for one node, made by the warp that serves it.
 template <class T, WarpLike W, class F>
 struct NodeSums {
     W& warp;
@@ -123,7 +124,7 @@ struct NodeSums {
         return need;
     }
 
-    // What the next sum lacks. `peer` has the local ranks that it is made of.
+    // Returns what the next sum lacks. `peer` has the local ranks whose rows it adds.
     EP_FN int lack() {
         const auto has_arrived = [&](int lane) { return arrived(lane); };
         while (!warp.met(format.topk, has_arrived)) {
@@ -135,7 +136,7 @@ struct NodeSums {
                                                                                    : kLacksCredit;
     }
 
-    // False if a row is not of this call.
+    // Sums the next token's rows and publishes the sum. Returns false if a row is not of this call.
     EP_FN bool sum(uint32_t lanes) {
         char* slot = rings.rdma_out_slot(node, next);
         warp.lanes(format.topk, [&](int lane) {
@@ -161,8 +162,8 @@ struct NodeSums {
         return true;
     }
 
-    // Forwards the rows from `start` on that have arrived. Returns how many, or -1 if one belongs
-    // to another call.
+    // Forwards rows that have arrived, from `start` on. Returns how many, or -1 if one belongs to
+    // another call; `lacks` gets what the next one lacks.
     EP_FN int forward(int64_t start, int max_rows, int& lacks) {
         int rows = 0;
         for (; rows < max_rows; ++rows) {
@@ -179,10 +180,10 @@ struct NodeSums {
     }
 };
 
-// For up to `max_count` other nodes, from the first-th on: takes the rows that this node's ranks
-// made of a token of that node, sums them, and sends the sum. A node's tokens go in their order,
-// but nodes go in any order, whichever is ready: to block on one could close a cycle of nodes that
-// wait for each other's partial sums.
+// Takes the rows that ranks of this node made for tokens of up to `max_count` other nodes, from
+// other_node(first) on, sums them per token, and sends the sums. Tokens of a node go in their
+// order, nodes in the order in which they become ready: blocking on one could close a cycle of
+// nodes that wait for each other's partial sums.
 template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
                              int max_count = 32) {

@@ -8,13 +8,14 @@ namespace ep {
 // ranks and of the other nodes. With R receivers in a channel, receiver r sums tokens r, r + R, ...
 // of the channel, at the same time as the others. Two steps go in the order of the tokens:
 //   take up   finds which slots of the rings hold the token's rows. That depends on how many rows
-//             earlier tokens have in each ring. It waits for earlier tokens, not for rows.
-//   free      moves the rings' heads past these slots. A head is one number, so it waits until the
-//             earlier tokens' slots are free.
-// No deadlock: the receiver of the first token that is not freed waits for rows only, and before
+//             earlier tokens have in each ring, so it waits for them, but not for rows.
+//   free      moves the rings' heads past these slots. A head is one number, so this waits until
+//             the slots of earlier tokens are free.
+// No deadlock: the receiver of the first token that is not freed waits for rows only, and has
+// published all heads that it can before it waits.
 // that it has published all heads that it can.
 
-// How far a channel's receivers are, counted in tokens of all calls.
+// Progress of a channel's receivers, in tokens of all calls.
 struct ReceiverOrder {
     uint64_t before;    // tokens of all calls before this one
     uint64_t taken_up;  // tokens whose slots are known
@@ -27,7 +28,7 @@ EP_FN ReceiverOrder& receiver_order(const Rings<F>& rings) {
     return *rings.fabric.template own<ReceiverOrder>(rings.args.heap.receiver_order(rings.channel));
 }
 
-// By the receiver of the first token: none of this call's rows has been taken up.
+// Marks none of this call's rows as taken up. Called by the receiver of the first token.
 template <WarpLike W, class F>
 EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
     const TransferArgs& args = rings.args;
@@ -44,8 +45,8 @@ EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
     warp.lanes(1, [&](int) { receiver_order(rings).own_rows = 0; });
 }
 
-// What this rank's own experts made of a token, by its receiver itself: in a slot of the ring that
-// no row passes through, each receiver in one of its own.
+// Returns the sum of a token's rows from this rank's own experts. If nothing else has made it, the
+// receiver does, in its slot of the ring that carries no rows.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
                              int64_t received, const typename W::template PerLane<int>& dst_row) {
@@ -56,7 +57,7 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
     return sum;
 }
 
-// Puts a token's biases before what the ranks and nodes made of it: the lanes of both.
+// Puts a token's biases before its partial sums in `part`. Returns the lanes of both.
 template <WarpLike W>
 EP_FN uint32_t add_biases(W& warp, const CombineArgs& args, int token,
                           typename W::template PerLane<const void*>& part, uint32_t sources) {
@@ -74,8 +75,8 @@ EP_FN uint32_t add_biases(W& warp, const CombineArgs& args, int token,
     return sources << biases | ((uint32_t{1} << biases) - 1);
 }
 
-// One of a channel's receivers. kAlone: the channel has no other, so it waits for none: the
-// registers that this would take slow down its sums.
+// One of a channel's receivers. kAlone: the only one. It has no order to keep, and the registers
+// which that takes would slow down its sums.
 template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
 EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
                           int receivers) {
@@ -86,10 +87,10 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
               end = args.layout.first_token(args.rank, channel + 1);
     if (first + receiver >= end) return;
     typename W::template PerLane<int> expert, following;
-    // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
+    // Source of each k's row: a local rank, or ranks_per_node + another node.
     typename W::template PerLane<int> source;
-    typename W::template PerLane<int> dst_row, following_dst_row;  // of this rank's rows
-    typename W::template PerLane<uint64_t> next;                   // slot of each ring
+    typename W::template PerLane<int> dst_row, following_dst_row;  // of rows of this rank's experts
+    typename W::template PerLane<uint64_t> next;                   // position in each ring
     typename W::template PerLane<uint64_t> tag;                    // of each row from a ring
     typename W::template PerLane<const void*> part;
     auto is_own = [&](int source) { return source == args.local(); };
@@ -129,8 +130,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
         const uint32_t others = sources & ~own;
 
-        // Take up: which slots hold them. A receiver that is alone reads that from the rings'
-        // cursors.
+        // Take up: find the slots of the rows. A lone receiver reads them from the rings' cursors.
         if constexpr (!kAlone) {
             const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
             if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;
@@ -150,7 +150,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         // The sum over this rank's own experts.
         const char* own_sum = nullptr;
         if (own) {
-            if constexpr (kAlone) {  // then the next row is known
+            if constexpr (kAlone) {  // a lone receiver knows its next row
                 dst_row = following_dst_row;
                 read_dst_rows(warp, args, received + 1, following_dst_row);
             } else {
@@ -158,8 +158,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             }
             own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);
         }
-        // Wait for the others' rows, and until this token is the next to be freed only if rows are
-        // missing: then it may first tell what it has freed.
+        // Wait for the others' rows. If some are missing, wait until they arrive or this token is
+        // the next to be freed: then the heads may be published before the receiver waits on.
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
             if (is_own(source[lane])) {
@@ -167,7 +167,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                 const int part = args.sum_warp_of(static_cast<int>(received - 1 - first_received));
                 return sums_done<W>(rings, args, args.rank, part, received);
             }
-            // A receiver that is alone reads the cursor here, while the flag is on its way.
+            // A lone receiver reads the cursor here, before the flag.
             if constexpr (kAlone) next[lane] = ring_of(source[lane]).next;
             return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
                                           : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
@@ -181,13 +181,13 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_next)) return;
             here = warp.met(format.topk, arrived);
         }
-        // A receiver that is alone publishes free slots here, while rows are on their way.
+        // A lone receiver publishes free slots here, while rows are in flight.
         if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
             batch = 0;
         }
         if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
-        // Sum, and pass on the weights' gradients that came with the rows.
+        // Sum, and pass on the gradients of weights that came with the rows.
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
             if (source[lane] >= 0 && is_own(source[lane])) {
@@ -240,7 +240,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     }
 }
 
-// At most as many as a ring has slots.
+// One of at most as many receivers as a ring has slots.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel, int receiver,
                             int receivers) {

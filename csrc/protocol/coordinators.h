@@ -4,11 +4,11 @@
 
 namespace ep {
 
-// Both coordinators serve up to 32 nodes of a channel with one warp, a lane a node, for dispatch
-// and for combine alike.
+// Coordinators: warps between the rings and the network. One warp serves up to 32 nodes of a
+// channel, one lane per node, in dispatch and in combine.
 
-// Rows that this rank puts towards a node in this channel, and takes from it. Dispatch sends own
-// tokens and takes those of others; combine sends back what became of others' tokens.
+// How many rows this rank puts to a node in a channel, and takes from it. Dispatch puts own tokens
+// and takes those of others; combine puts the results for others' tokens.
 struct RailCounts {
     const Layout& layout;
     int own_node;
@@ -28,8 +28,8 @@ struct RailCounts {
     }
 };
 
-// Follows, for each lane, a cursor that another role of this rank moves up to an end:
-// `forward(lane, from, to)` passes on what it moved, `chunk` steps at a time (fewer at the end).
+// Follows in each lane a cursor that another role of this rank moves from done[lane] to end[lane].
+// Calls forward(lane, from, to) when it has moved by `chunk` or more (fewer at the end).
 template <WarpLike W, class Cursor, class Forward>
 EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank,
                   typename W::template PerLane<uint64_t>& done,
@@ -69,7 +69,8 @@ EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uin
     }
 }
 
-// Puts finished rows to their node, unless they were packed there, and signals the tail after them.
+// Puts finished rows to their node, unless they were written there, and signals the tail after
+// them.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
                               const RailCounts& counts, int channel, int first_node) {
@@ -91,7 +92,7 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
     warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
 }
 
-// Returns credit: tells each node how many of its rows were taken out of the network ring.
+// Returns credit: sends each node the number of its rows taken out of the network ring.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args,
                                  const RailCounts& counts, int channel, int first_node) {

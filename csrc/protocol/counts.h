@@ -4,16 +4,16 @@
 
 namespace ep {
 
-// A warp reads some counts before it writes the first, and waits for all of these reads at once:
-// those of a lane.
+// Tables of counts, moved and summed by one warp. A lane loads all of these counts before it stores
+// the first, so that it waits for all loads at once.
 struct Counts {
     static constexpr int kSize = 8;
     static constexpr int kOfWarp = 32 * kSize;
     int32_t values[kSize];
 };
 
-// A place in a table, whose rows follow each other. Dividing takes long: it is done once for all
-// places of a lane, and not at all in the first row.
+// A place in a row-major table. Division is slow, so it is done once for all places of a lane, and
+// not at all in the first row.
 struct TablePlace {
     int row, column;
 
@@ -33,7 +33,7 @@ struct TablePlace {
     }
 };
 
-// store(row, column, load(row, column)) for each place of a table.
+// Calls store(row, column, load(row, column)) for each place of a table.
 template <WarpLike W, class Load, class Store>
 EP_FN void move_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;
@@ -54,8 +54,8 @@ EP_FN void move_table(W& warp, int rows, int columns, Load&& load, Store&& store
     }
 }
 
-// What counts and their sums are checked by: negative as soon as one of them was. A sum of two that
-// are not is less than 2^32, so the first that int32 cannot hold is negative.
+// Sum and difference that wrap around. Two counts that are not negative add up to less than 2^32,
+// so the first sum that int32 cannot hold is negative.
 EP_FN int sum_of(int a, int b) {
     return static_cast<int>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
 }
@@ -63,9 +63,9 @@ EP_FN int difference_of(int a, int b) {
     return static_cast<int>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
 }
 
-// store(row, column, load(row, column), sum of load over the places before it) for each place of a
-// table. Returns the total, or -1 if a count is negative or int32 cannot hold a sum: counts come
-// from other ranks. A lane has successive places: one scan over the lanes for all of them.
+// Calls store(row, column, load(row, column), sum of load over the places before it) for each place
+// of a table. Returns the total, or -1 if a count is negative or int32 cannot hold a sum: counts
+// come from other ranks. A lane has successive places: one scan over the lanes serves them all.
 template <WarpLike W, class Load, class Store>
 EP_FN int scan_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;

@@ -23,11 +23,11 @@ namespace ep {
 //
 // Where the fabric maps the rail, rows are packed in the network ring itself, and
 // sender_coordinator only signals. Each ring carries rows of one source rank and channel in token
-// order, so nobody needs to be told what comes next.
+// order, so the consumer knows which row comes next.
 
-// The next slot of the NVLink ring towards each lane's peer, once there is room in all of them.
-// Publishes the tails before it waits and after each batch: a consumer may be waiting for these
-// rows.
+// Takes the next slot of the NVLink ring to each lane's peer and waits until all of these rings
+// have room. Publishes the tails after each batch, and before it waits because a consumer may be
+// waiting for these rows. Returns false if the wait ends badly.
 template <WarpLike W, class F>
 EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
                       const typename W::template PerLane<int>& peer, int& batch,
@@ -54,7 +54,7 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
     return true;
 }
 
-// One part of a row, into the slots of the lanes in the mask.
+// Copies one part of a row to `offset` in the slots of the lanes in the mask.
 template <WarpLike W>
 EP_FN void write_part(W& warp, const RowFormat& format,
                       const typename W::template PerLane<void*>& slot, uint32_t lanes,
@@ -78,16 +78,16 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
                    args.scales + row * format.scale_bytes, format.scale_bytes);
 }
 
-// The output rows of one arrived row, one for each of its experts on this rank, a lane each k.
-// written: lanes whose rows are copied now. cleared: lanes whose rows get zeros, because combine's
-// table has no room for the arrived row.
+// Output rows of one arrived row: lane k has that of the k-th expert. written: lanes whose rows are
+// copied now. cleared: lanes whose rows are zeroed, because `dst_rows` has no room for the arrived
+// row.
 template <WarpLike W>
 struct OutputRows {
     typename W::template PerLane<void*> row, scales;
     uint32_t written, cleared;
 };
 
-// The same for a flat row. Its output row is its number among the rows that arrive here.
+// Finds the one output row of a flat row: its index among the rows that arrive at this rank.
 template <WarpLike W>
 EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& header,
                          int64_t received, OutputRows<W>& dst) {
@@ -113,8 +113,9 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
     dst.written = here & -here;
 }
 
-// Computes the output rows of an arrived row, notes them for combine, and stores its weights there.
-// first_only: the caller copies the row to the first of them, the intra-rank pass to the others.
+// Computes the output rows of an arrived row, stores them in `dst_rows` for combine, and writes the
+// row's weights. first_only: the intra-rank pass copies the row from its first output row to the
+// others.
 template <WarpLike W>
 EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& header,
                             int source_rank, int64_t received, bool first_only,
@@ -165,7 +166,7 @@ EP_FN void clear_output_rows(W& warp, const RowFormat& format, const OutputRows<
     });
 }
 
-// Row and scales are read once.
+// Reads row and scales once, for all output rows.
 template <WarpLike W>
 EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<W>& dst,
                              const char* row, const char* scales) {
@@ -177,7 +178,8 @@ EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<
     clear_output_rows(warp, format, dst);
 }
 
-// This rank's tokens [first, end) for experts of this rank. received: of the first such token.
+// Writes this rank's tokens [first, end) for its own experts. received: index of the first such row
+// among all rows that arrive at this rank.
 template <WarpLike W>
 EP_FN void write_own_tokens(W& warp, const DispatchArgs& args, int first, int end,
                             int64_t received) {
@@ -199,14 +201,15 @@ EP_FN void write_own_tokens(W& warp, const DispatchArgs& args, int first, int en
     });
 }
 
-// Into how many parts so many warps divide each channel's own rows: those of a plan may lie in few
-// of its channels.
+// Into how many parts `warps` warps divide each channel's own rows. A planned layout may have its
+// own rows in few channels.
 EP_FN int parts_of_own_rows(const DispatchArgs& args, int warps) {
     const int parts = args.layout.is_planned ? warps / args.layout.channels : 1;
     return parts > 1 ? parts : 1;
 }
 
-// A part of a channel's, which has to count those of the parts before.
+// Writes one part of a channel's own rows. It counts those of the earlier parts to know where its
+// first row goes.
 template <WarpLike W>
 EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int part, int parts) {
     const int first = args.layout.first_token(args.rank, channel),
@@ -222,14 +225,14 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int pa
     write_own_tokens(warp, args, begin, end, received);
 }
 
-// Tag: the sender starts when the counts are known. Other types let it start before:
-//   there(warp)  whether they are, now
-//   wait(warp)   until they are; false: they will not come
+// Tag: the sender starts when the counts are known. Another type lets it start earlier:
+//   there(warp)  whether the counts are known now
+//   wait(warp)   waits for the counts; false if they will not come
 struct CountsThere {};
 
-// Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
-// their output rows, unless the intra-rank pass does that. A ring needs no counts, an output row
-// does: rows for this rank that come before the counts are written at the end.
+// Writes own tokens for ranks of this node into their NVLink rings, and own tokens for this rank
+// into their output rows unless the intra-rank pass does that. A ring slot needs no counts, an
+// output row does: own rows that precede the counts are written at the end.
 template <WarpLike W, FabricLike<W> F, class Counts = CountsThere>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                       Counts&& counts = {}) {
@@ -301,9 +304,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     }
 }
 
-// Own tokens for up to `max_count` other nodes, from the first-th on, once for each node, into
-// slots of its network ring. The coordinator hears of a row with the next one: by then the row has
-// been written, and nobody waits for that.
+// Writes own tokens for up to `max_count` other nodes, from other_node(first) on, into slots of
+// their network rings, once per node. A row is published to the coordinator together with the next
+// one: its writes have finished by then, so publishing does not wait for them.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
                        int max_count = 32) {
@@ -351,8 +354,8 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     publish();
 }
 
-// Whether `rail_experts` can hold the rows of a channel that come from `count` other nodes, from
-// the first-th on.
+// Whether `rail_experts` has room for a channel's rows from `count` other nodes, from
+// other_node(first) on. Fails the call if not.
 template <WarpLike W>
 EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int first, int count) {
     auto end_of = [&](int lane) {
@@ -369,9 +372,9 @@ EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int
     return false;
 }
 
-// Rows of up to `max_count` other nodes, from the first-th on, from the network rings into the
-// NVLink rings of the local ranks that want them, from whichever of these nodes has rows ready.
-// Remembers their experts for combine.
+// Moves rows of up to `max_count` other nodes, from other_node(first) on, from the network rings
+// into the NVLink rings of the local ranks that need them, in the order in which they become ready.
+// Stores their experts in `rail_experts` for combine.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
                      int max_count = 32) {
@@ -388,7 +391,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     typename W::template PerLane<int> left, peer;
     typename W::template PerLane<void*> slot;
     Header<W> header;
-    const size_t body_bytes = format.slot_bytes() - format.payload();  // with the scales
+    const size_t body_bytes = format.slot_bytes() - format.payload();  // includes the scales
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.rail(channel, args.other_node(first + lane));
     });
@@ -425,8 +428,8 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     poll_queues(warp, count, Wait::RdmaRow, args.nvl_batch, left, has_more, arrived, serve);
 }
 
-// From the rings of up to `max_count` source ranks, from the first-th other rank on, to the
-// experts.
+// Moves rows from the rings of up to `max_count` source ranks, from other_rank(first) on, to the
+// output rows of this rank's experts.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
                     int max_count) {

@@ -6,8 +6,8 @@
 
 namespace ep {
 
-// The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed. Of a flat
-// one it is the row itself.
+// Reads the expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed. A
+// flat row is its own expert row, for k = 0.
 template <WarpLike W>
 EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
                          typename W::template PerLane<int>& dst_row) {
@@ -24,15 +24,15 @@ EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
     });
 }
 
-// The weight, or its gradient, of the k-th choice of an arrived row: that of the expert row, or the
-// flat row's own for k.
+// Returns the weight, or its gradient, of the k-th choice of an arrived row: that of the expert
+// row, or the k-th weight of a flat row.
 EP_FN uint64_t weight_of(const CombineArgs& args, int64_t received, int k, int dst_row) {
     const int64_t number = args.is_flat ? received * args.format.topk + k : dst_row;
     if (args.is_flat ? received >= args.max_rows : dst_row < 0) return 0;
     return load_weight(args.weights + number * args.format.weight_bytes, args.format.weight_bytes);
 }
 
-// The experts' rows themselves, and what each is multiplied by before they are summed.
+// The expert rows of one arrived row, and the factor of each in their sum.
 template <class T, bool kWeighted, WarpLike W>
 struct ExpertRows {
     typename W::template PerLane<const void*> row;
@@ -60,10 +60,10 @@ struct ExpertRows {
         }
     }
 
-    // Whether the sum is one of the rows as it is.
+    // Whether the sum is one of the rows, unchanged.
     EP_FN bool is_one_row() const { return !kWeighted && lanes && !(lanes & (lanes - 1)); }
 
-    // Where the sum lies, of any rows, once the intra-rank pass has made it.
+    // Returns where the sum lies once the intra-rank pass has made it.
     EP_FN const char* summed(W& warp, const CombineArgs& args, int64_t received) const {
         if (is_one_row()) return static_cast<const char*>(warp.broadcast(row, lowest_lane(lanes)));
         return args.sums + received * args.format.payload_bytes;

@@ -8,15 +8,15 @@
 
 namespace ep {
 
-// The intra-rank pass: intra-rank permute and reduce. Copies and sums inside one rank, which wait
-// for no other rank, so launches of their own can do them with more warps than exchange rows:
+// The intra-rank pass permutes and sums rows inside one rank. It waits for no other rank, so
+// separate kernels can run it with more warps than exchange rows:
 //   during dispatch's exchange   writes this rank's own rows to their output rows
 //   after it                     copies rows of other ranks from their first output row to the
 //                                others, and clears output rows that no token fills
 //   during combine's exchange    sums the expert rows of each arrived row; combine waits for them
 
-// Rows of other ranks that arrived here and that `dst_rows` knows. Those of a rank follow those of
-// the rank before.
+// Rows from other ranks that arrived here and that `dst_rows` has room for. Arrived rows are
+// ordered by source rank.
 struct KnownRows {
     int64_t count, own_first, own_count;
 
@@ -34,7 +34,7 @@ struct KnownRows {
     EP_FN int64_t row(int64_t i) const { return i < own_first ? i : i + own_count; }
 };
 
-// f(dst_row): the output rows of each of these rows, a lane each k.
+// Calls f(dst_row) for the warp's share of these rows: lane k has the k-th output row.
 template <WarpLike W, class F>
 EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, int part, int parts,
                     F&& f) {
@@ -47,8 +47,7 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
     }
 }
 
-// From a row's first output row to its others, with its scales. Each of `parts` warps does its
-// part.
+// Copies rows and scales from a row's first output row to its others; a warp's share.
 template <WarpLike W>
 EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
@@ -72,7 +71,7 @@ EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part
     });
 }
 
-// Their weights, and if `all` the rows and their scales.
+// Zeros the weights of rows [first, end), and if `all` the rows and their scales.
 template <WarpLike W>
 EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end, bool all) {
     const RowFormat& format = args.format;
@@ -85,7 +84,7 @@ EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t 
     warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
 }
 
-// Behind the last row, in pieces.
+// Zeros rows from `last` on, in pieces; a warp's share. Without clears_end, only their weights.
 template <WarpLike W>
 EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, int parts) {
     constexpr int64_t kPiece = 16;  // rows
@@ -102,9 +101,8 @@ EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, 
     }
 }
 
-// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
-// expert, and what lies behind the last expert, where of rows that nobody wants cleared the weights
-// alone do. Flat ones there have no expert either.
+// Zeros the output rows that no token fills, with their scales and weights: each expert's padding,
+// and what follows the last expert's rows (see clear_end). Flat rows there get no expert either.
 template <WarpLike W>
 EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
     const Layout& layout = args.layout;
@@ -116,8 +114,8 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
     clear_end(warp, args, layout.expert_start(layout.local_experts()), part, parts);
 }
 
-// Sums the expert rows of the rows that a rank (or this one) sent on a channel: the part-th warp's
-// share, in order. After each sum it publishes how many are done.
+// Sums the expert rows of each row that `rank` (or this rank) sent on a channel: the share of warp
+// `part`, in order. Publishes after each sum how many are done.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel, int rank,
                        int part) {

@@ -6,18 +6,18 @@
 
 namespace ep {
 
-// The layout of one rank's own tokens, in three steps that each need the one before on all
-// channels. Nobody else is asked.
+// The layout of one rank's own tokens, made without other ranks, in three steps. Each step needs
+// the one before on all channels.
 
-// How many tokens fit the lanes, with one lane for each (token, k).
+// How many tokens the lanes hold at once, with one lane for each (token, k).
 template <WarpLike W>
 EP_FN int tokens_at_once(const Layout& layout) {
     return layout.topk < W::kLanesAtOnce ? W::kLanesAtOnce / layout.topk : 1;
 }
 
-// f(token, lanes, value) for the tokens of a channel, some of them from `token` on together:
-// value[lane] is read(i) of the lane's (token, k), the i-th of all. Those of the next tokens are
-// read while these are served.
+// Calls f(token, lanes, value) for groups of successive tokens of a channel; `token` is the first.
+// value[lane] is read(i), where i is the index of the lane's (token, k) in [T, K]. The values of
+// the next group are read while f runs.
 template <class T, WarpLike W, class Read, class F>
 EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& read, F&& f) {
     const Layout& layout = args.layout;
@@ -38,7 +38,7 @@ EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& 
     }
 }
 
-// Adds 1 to counts[key] for every lane with a key.
+// Adds 1 to counts[key[lane]] for every lane whose key is >= 0.
 template <WarpLike W>
 EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
                       int32_t* counts) {
@@ -50,7 +50,8 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
     });
 }
 
-// The same; before[lane]: what its key's count was, with the lower lanes that have the same key.
+// Does the same and returns in before[lane] how often the lane's key came earlier: its count so far
+// plus the lower lanes with the same key.
 template <WarpLike W>
 EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
                       int32_t* counts, typename W::template PerLane<int>& before) {
@@ -65,8 +66,9 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
     });
 }
 
-// Before step 1, by any warp. A caller that does not wait for the counts finds -1 rows for every
-// expert if they never come, and no call uses a layout without an epoch.
+// Marks the counts as unknown. Called by any one warp before step 1. If the counts never come, a
+// caller that does not wait for them finds -1 rows for every expert, and no call uses a layout
+// whose epoch is 0.
 template <WarpLike W>
 EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     const int local_experts = args.layout.local_experts();
@@ -77,9 +79,9 @@ EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     warp.lanes(1, [&](int) { args.layout.totals().overflow = -1; });
 }
 
-// Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or
-// with the same id twice counts as going nowhere, so that no later step can meet an invalid id.
-// Returns 1 + such a token, 0 if there is none.
+// Step 1, one warp per channel: reads the ids and counts them. A token with an id outside [-1, E),
+// or with a repeated id, is counted as going nowhere, so that no later step sees an invalid id.
+// Returns 1 + the index of such a token, or 0.
 template <WarpLike W>
 EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
@@ -105,7 +107,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     };
     auto count = [&](int token, int lanes, const Ids& id) {
         const size_t first = static_cast<size_t>(token) * topk;
-        // The lanes of a mask that belong to the same token as this one.
+        // The lanes of a mask that belong to this lane's token, from bit 0 on.
         auto of_token = [&](uint32_t mask, int lane) {
             return mask >> lane / topk * topk & first_lanes(topk);
         };
@@ -128,7 +130,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
             key[lane] = expert[lane] < 0 ? -1 : lane / topk * layout.world() + rank[lane];
         });
         count_keys(warp, lanes, expert, layout.expert_counts(channel));
-        // of each token only one lane a rank, and one a node
+        // keep one lane per (token, rank), and one per (token, node)
         const uint32_t ranks = warp.first_of(lanes, key);
         warp.lanes(lanes, [&](int lane) {
             key[lane] = expert[lane] < 0 ? -1 : lane / topk * layout.topology.nodes + node[lane];
@@ -145,8 +147,8 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     return bad_token;
 }
 
-// Step 2, any warp any experts: counts per channel that has tokens become sums over the channels
-// before; row C holds the totals.
+// Step 2, experts divided among warps: each expert's counts per channel become the sums over the
+// channels before; row C of expert_counts holds the totals.
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
     const Layout& layout = args.layout;
@@ -162,9 +164,9 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
     }
 }
 
-// Step 3, a warp a channel: every (token, k) learns how many rows of this rank go to the same
-// expert before it. That number and the start of the rank's rows at the expert are a row's
-// position: no counter is shared by anyone.
+// Step 3, one warp per channel: stores for every (token, k) how many earlier rows of this rank go
+// to the same expert. A row's position is this index plus the start of the rank's rows at the
+// expert, so warps and ranks share no counter.
 template <WarpLike W>
 EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;

@@ -8,21 +8,22 @@
 
 namespace ep {
 
-// Counts travel as rows do: along the rail to the node, then inside the node to the rank. One block
-// goes to a node (the counts of each of its ranks, then tokens per channel); one block of it goes
-// on to a rank (rows per local expert, then rows per channel).
+// Notify: all ranks exchange the counts that dispatch needs. Counts travel as rows do, along the
+// rail to a node and inside it to a rank. A node gets one block (the counts of each of its ranks,
+// then tokens per channel); a rank gets its block of that (rows per local expert, then per
+// channel).
 //
-// Blocks are double-buffered by the epoch's parity. That suffices: a rank that is done with epoch e
-// has heard from all ranks that they entered e, so all of them are done reading e - 1.
+// Blocks are double-buffered by the epoch's parity. That suffices: a rank that has finished epoch e
+// has heard from all ranks that they entered e, so all have finished reading e - 1.
 
-// What a rank tells another about its own tokens: rows for each of its experts, rows per channel.
+// Counts that this rank sends to another: rows for each of its experts, then rows per channel.
 EP_FN int32_t rank_count(const Layout& layout, int rank, int item) {
     const int local_experts = layout.local_experts();
     return item < local_experts ? layout.expert_counts(layout.channels)[rank * local_experts + item]
                                 : layout.rank_tokens(item - local_experts, rank);
 }
 
-// Own counts for the ranks of another node, along the rail.
+// Sends this rank's counts for the ranks of another node, along the rail.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
     const Layout& layout = args.layout;
@@ -50,8 +51,8 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
                      args.epoch);
 }
 
-// What this rank has to tell, and what its rail told it, of a group of nodes to a rank of its own
-// node.
+// Sends the rank `local` of this node the counts that it needs from a group of nodes: this rank's
+// own, and what arrived on its rail.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, int group) {
     const Layout& layout = args.layout;
@@ -91,8 +92,8 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, i
     return true;
 }
 
-// The host reads the totals, and the counts that this warp wrote before, once it sees the ticket:
-// that of a layout is none.
+// Copies the totals to host memory, then publishes the ticket. A host that sees it also sees all
+// counts that this warp wrote before. The copy's ticket is 0, as in every layout.
 template <WarpLike W>
 EP_FN void tell_host(W& warp, const NotifyArgs& args) {
     if (!args.host_totals) return;
@@ -100,9 +101,9 @@ EP_FN void tell_host(W& warp, const NotifyArgs& args) {
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
 }
 
-// Gives this rank's experts their room, one after the other, a lane each: count_of(lane, expert) is
-// how many rows it gets, place(lane, expert, start) is told where. Returns where the last one ends,
-// or -1 if a count is negative or int32 cannot hold a sum.
+// Assigns rows to this rank's experts, one after the other, a lane each: count_of(lane, expert)
+// returns how many an expert gets, place(lane, expert, start) is called with where they start.
+// Returns where the last one's end, or -1 if a count is negative or int32 cannot hold a sum.
 template <WarpLike W, class CountOf, class Place>
 EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Place&& place) {
     const Layout& layout = args.layout;
@@ -134,8 +135,8 @@ EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Pla
     return wrong ? -1 : expert_rows;
 }
 
-// Where the rows of each rank start: expert after expert, rank after rank. Returns where they end.
-// Of so few ranks that a lane has all counts of an expert: nothing written is read again.
+// Computes where the rows of each rank start: expert after expert, rank after rank. Returns where
+// they end. For few ranks: a lane holds all counts of an expert and reads nothing that it wrote.
 template <WarpLike W, class ToldBy>
 EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
     const Layout& layout = args.layout;
@@ -161,8 +162,8 @@ EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
         });
 }
 
-// The same of any number of ranks: first as if nothing were padded, then all ranks' rows of an
-// expert move as far as the expert's.
+// Does the same for any number of ranks: first without padding, then it moves all ranks' rows of an
+// expert as far as the expert's.
 template <WarpLike W, class ToldBy>
 EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
     const Layout& layout = args.layout;
@@ -179,7 +180,7 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
             return end - bases[expert];
         },
         [](int, int, int) {});
-    // Rank 0 comes last: its start is the expert's, and tells how far.
+    // Rank 0 comes last: its start without padding is needed to move the others.
     const int last = world - 1;
     move_table(
         warp, world, local_experts,
@@ -193,8 +194,8 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
     return expert_rows;
 }
 
-// Counts that no rank can have: of those that count_of(source, item) reads the largest is to blame,
-// where a negative one passes for larger than all others.
+// Fails the call for counts that no rank can have. Blames the rank of the largest count that
+// count_of(source, item) reads; a negative one is larger than all others.
 template <WarpLike W, class CountOf, class RankOf>
 EP_FN void refuse_counts(W& warp, const NotifyArgs& args, Wait wait, int sources, int items,
                          CountOf&& count_of, RankOf&& rank_of) {
@@ -216,8 +217,8 @@ EP_FN void refuse_counts(W& warp, const NotifyArgs& args, Wait wait, int sources
               WaitCondition{warp.broadcast(most, 0), 0, warp.broadcast(peer, 0)});
 }
 
-// Everything that dispatch needs to know: where each source rank's rows start at each expert and
-// how many rows each ring will carry.
+// Waits for the counts of all ranks and computes what dispatch needs: where each source rank's rows
+// start at each expert, and how many rows each ring carries. Returns false if it fails.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Layout& layout = args.layout;
@@ -239,7 +240,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     }
     const int world = layout.world(), local_experts = layout.local_experts(),
               channels = layout.channels;
-    // Of those that pass through here: node after node, channel after channel.
+    // Rows that this rank forwards: node after node, channel after channel.
     int rail_rows = 0;
     if (topology.nodes > 1) {
         const int32_t* tokens = fabric.template network<int32_t>(heap.notify_rail(parity, 0)) +
@@ -262,7 +263,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         }
     }
 
-    // Of those that arrive: rank after rank, channel after channel.
+    // Rows that arrive: rank after rank, channel after channel.
     const size_t blocks = heap.notify_node(parity, 0);
     const int block = static_cast<int>(heap.rank_block_bytes() / sizeof(int32_t));
     auto told_by = [&](int rank, int item) -> int {
@@ -289,23 +290,23 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().rail_rows = rail_rows;
         layout.totals().overflow = 0;
         const uint32_t epoch = args.layout_epoch();
-        if (layout.totals().epoch != epoch) layout.totals().epoch = epoch;  // or others may read it
+        if (layout.totals().epoch != epoch)
+            layout.totals().epoch = epoch;  // only if it differs: others may read it
     });
     tell_host(warp, args);
     return true;
 }
 
-// The roles of the exchange: one sends to each other node, one relays to each other rank of the own
-// node what a group of nodes has told. The last relays to its own rank, which it then serves as
-// receiver: it waits for this rank's rail before it waits for others, and so does not blame them. A
-// warp that has several roles runs them in this order: no role waits for a later one, here or on
-// another rank.
+// Roles of the exchange: one sends to each other node, one relays the counts of a group of nodes to
+// each other rank of this node. The last one relays to its own rank, then receives: it waits for
+// this rank's rail before it waits for others, and so does not blame them. A warp with several
+// roles runs them in this order: no role waits for a later one, here or on another rank.
 EP_HD int num_exchange_roles(const Heap& heap) {
     const Topology& topology = heap.topology;
     return topology.nodes - 1 + (topology.ranks_per_node - 1) * heap.relays() + 1;
 }
 
-// False: a wait ended badly, and the warp must return.
+// Returns false if a wait ended badly and the warp must return.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int role) {
     const Topology& topology = args.heap.topology;
@@ -316,7 +317,7 @@ EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int rol
     }
     role -= other_nodes;
     const int own = topology.local_of(args.rank), relays = args.heap.relays();
-    // to its own rank all groups' counts
+    // the last role relays the counts of all groups to its own rank
     const bool is_last = role == other_ranks * relays;
     const int local = is_last ? own : (own + 1 + role % other_ranks) % topology.ranks_per_node;
     for (int group = is_last ? 0 : role / other_ranks; group < relays; ++group) {

@@ -46,14 +46,14 @@ EP_FN void poll_queues(W& warp, int count, Wait wait, int batch,
 struct ReadyBatch {
     int rank;  // the source
     int node, peer;
-    int first;          // of the rows that arrive at this rank in all
+    int first;          // index among all rows that arrive at this rank
     int rows;           // at least one, at most a batch
-    uint64_t position;  // of the first in its ring
+    uint64_t position;  // of the first row in its ring
 };
 
-// Polls the rings of `count` source ranks, the first-th other rank and those after it, and serves
-// the ready ones: to block on one ring could close a cycle of full rings. A lane polls every 32nd
-// of them, one at a time.
+// Polls the rings of `count` source ranks, from other_rank(first) on, and serves the ready ones:
+// blocking on one ring could close a cycle of full rings. A lane polls every 32nd of them, one at a
+// time.
 //   cursor(node, peer)        a ring's position
 //   need(rings, node, peer)   the condition under which the ring has more rows, or more room
 //   serve(batch)              moves the position on; returns false to stop

@@ -7,26 +7,27 @@
 
 namespace ep {
 
-// Cursors of the two ends of a ring, one line each in the heap of the rank that owns them.
+// Rings: the producer fills slots and publishes a tail, the consumer reads them and returns a head
+// as credit. These are the cursors of the two ends, one cache line each in the heap of their rank.
 struct OutCursor {
     uint64_t next;       // slots filled so far
-    uint64_t published;  // of these, how many the consumer knows (network rings: their coordinator)
+    uint64_t published;  // slots published to the consumer; network rings: put by the coordinator
     uint64_t slot_bytes;
-    uint64_t end;      // what `next` will be at the end of this call
-    uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
+    uint64_t end;      // value of `next` at the end of this call
+    uint64_t written;  // network rings of dispatch: slots filled; the coordinator sees `next`
     // Rows that each warp of the intra-rank pass has summed for this rank in this call.
     uint64_t summed[CombineArgs::kMaxSumWarps];
 };
 static_assert(sizeof(OutCursor) <= Heap::kLine);
 struct InCursor {
     uint64_t next;       // slots read so far
-    uint64_t published;  // of these, how many the producer knows
-    uint64_t end;        // what `next` will be at the end of this call
-    uint64_t taken_up;   // in combine: slots whose receivers know that they are theirs
+    uint64_t published;  // slots returned to the producer
+    uint64_t end;        // value of `next` at the end of this call
+    uint64_t taken_up;   // combine: slots that are assigned to a receiver
 };
 
-// What both ends of a ring must agree on for a row to make sense, as one number: the call, the
-// layout it uses and the rows' shape and type. A reset counts calls and layouts anew.
+// One number for what both ends of a ring must agree on: the call, its layout, and the rows' shape
+// and type. `handle_age` is part of it because a reset restarts the numbers of calls and layouts.
 EP_FN uint64_t row_tag(const TransferArgs& args) {
     uint64_t tag = uint64_t{args.handle_age} << 3 | args.is_flat << 2 | args.is_weighted << 1 |
                    args.is_combine;
@@ -40,11 +41,11 @@ EP_FN uint64_t row_tag(const TransferArgs& args) {
         static_cast<uint32_t>(args.format.payload_type));
     add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 |
         args.format.topk);
-    return tag | 1;  // never that of a ring that was not written yet
+    return tag | 1;  // never 0, which is the tag of an unwritten slot
 }
 
-// The rings of one channel as the roles of one rank see them. `peer` is the local rank at the other
-// end.
+// The rings of one channel, as the roles of one rank see them. `peer` is the local rank at the
+// other end.
 template <class F>
 struct Rings {
     F& fabric;
@@ -85,7 +86,7 @@ struct Rings {
         return fabric.template peer<uint64_t>(peer,
                                               args.heap.nvl_head(channel, node, args.local()));
     }
-    // Of the ring to this rank itself, which no row passes through.
+    // A slot of the ring from this rank to itself, which carries no rows: scratch for combine.
     EP_FN char* nvl_own_slot(int position) const {
         return fabric.template own<char>(args.heap.nvl_data(channel, args.node(), args.local())) +
                slot(position, nvl_slots);
@@ -105,7 +106,7 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_head(channel, node));
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
-        if constexpr (F::kMapsAll) {  // no put follows
+        if constexpr (F::kMapsAll) {  // rows are written in place, and no put follows
             return fabric.template at<char>(args.on_rail(node),
                                             args.heap.rdma_data(channel, args.node(), node)) +
                    slot(position, rdma_slots);
@@ -134,9 +135,9 @@ struct Rings {
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-// Opens the role's rings towards `count` ranks, by the source rank of what they carry: those that
-// rank_of(i) names. A call may use slots of another size than the call before it: then the ring
-// must have run empty first, or a new row would overwrite an unread old one.
+// Prepares NVLink rings for rows of this call: those that carry rows of source ranks rank_of(i), i
+// < count. If the slot size differs from the last call's, the ring must be empty first, or a new
+// row would overwrite an unread old one. Returns false if that wait ends badly.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& rank_of) {
     const uint64_t slot_bytes = rings.slot_bytes;
@@ -160,7 +161,7 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& ra
     return true;
 }
 
-// Those that dispatch fills with rows of a node.
+// Prepares the rings that dispatch fills with rows from ranks of `node`.
 template <WarpLike W, class F>
 EP_FN bool open_rings_of_node(W& warp, const Rings<F>& rings, int node) {
     const Topology& topology = rings.args.topology();
@@ -168,9 +169,9 @@ EP_FN bool open_rings_of_node(W& warp, const Rings<F>& rings, int node) {
                           [&](int i) { return topology.rank(node, i); });
 }
 
-// Where nothing orders this call's puts after those of an earlier one, which other warps made, the
-// ring must have run empty in any case: a new flag might be seen before an old row is there.
-// Towards `count` nodes, at most 32, from the first-th other node on.
+// Prepares the network rings to `count` (at most 32) nodes, from other_node(first) on. Without
+// kOrdersWarps a ring must be empty even if its slot size stays: this call's flag might be seen
+// before a row that another warp put in an earlier call.
 template <WarpLike W, class F>
 EP_FN bool open_rdma_rings(W& warp, const Rings<F>& rings, int first, int count) {
     const uint64_t slot_bytes = rings.slot_bytes;
@@ -191,7 +192,7 @@ EP_FN bool open_rdma_rings(W& warp, const Rings<F>& rings, int first, int count)
     return true;
 }
 
-// Tells the consumers of this channel's NVLink rings for `node` of every row written so far.
+// Publishes all rows written so far to the consumers of this channel's NVLink rings for `node`.
 template <WarpLike W, class F>
 EP_FN void publish_tails(W& warp, const Rings<F>& rings, int node) {
     const int peers = rings.args.topology().ranks_per_node;
@@ -205,7 +206,7 @@ EP_FN void publish_tails(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// Tells the producers of this channel's NVLink rings for `node` of every row read so far.
+// Returns all slots read so far to the producers of this channel's NVLink rings for `node`.
 template <WarpLike W, class F>
 EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     const int peers = rings.args.topology().ranks_per_node;
@@ -219,7 +220,7 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// The own cursor is read before the acquire, here and below, because loads after an acquire wait
+// These conditions read this rank's cursor before the acquire, because loads after an acquire wait
 // for it.
 template <WarpLike W, class F>
 EP_FN WaitCondition nvl_credit(const Rings<F>& rings, int node, int peer) {
@@ -251,8 +252,8 @@ EP_FN WaitCondition rdma_row(const Rings<F>& rings, int node, uint64_t next) {
             rings.rank_at(node, rings.args.local())};
 }
 
-// Rows of another call mean that the ranks issued different sequences of calls. A row per lane in
-// the mask: its tag and the rank it is from.
+// Whether the row of each lane in the mask belongs to this call. If not, ranks issued different
+// sequences of calls: fails and blames rank_of(lane). tag: the tag in each lane's row.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
                           const typename W::template PerLane<uint64_t>& tag, RankOf&& rank_of) {

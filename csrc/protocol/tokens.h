@@ -6,8 +6,8 @@
 
 namespace ep {
 
-// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the last lane of
-// each.
+// Finds the distinct local ranks of `node` among a row's experts: `peer` has each lane's, or -1.
+// Returns the last lane of each.
 template <WarpLike W>
 EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
                              const typename W::template PerLane<int>& expert,
@@ -22,7 +22,8 @@ EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
     return warp.last_of(args.layout.topk, peer);
 }
 
-// Likewise, but the first lane, the distinct nodes among `count` other nodes from the first-th on.
+// Finds the distinct nodes among a row's experts, of `count` from other_node(first) on. Returns the
+// first lane of each.
 template <WarpLike W>
 EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
                            const typename W::template PerLane<int>& expert,
@@ -36,12 +37,12 @@ EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int cou
     return warp.first_of(args.layout.topk, node);
 }
 
-// What travels beside a token, a lane each k.
+// What travels with a token: lane k has that of its k-th choice.
 template <WarpLike W>
 struct Header {
     typename W::template PerLane<int> expert, index;
     typename W::template PerLane<uint64_t> weight;
-    // The same in all lanes: which token of its source rank it is, and of a row's the row's tag.
+    // The same in all lanes: the token's index on its source rank, and for a row in a slot its tag.
     RowFormat::Stamp stamp;
 };
 
@@ -88,8 +89,7 @@ EP_FN void write_header(W& warp, const RowFormat& format,
     });
 }
 
-// Of the tokens [first, end) of this rank, at most 32, a lane each, those that go to a rank with
-// wanted(rank).
+// Returns which tokens of [first, end), at most 32, a lane each, go to a rank with wanted(rank).
 template <WarpLike W, class Wanted>
 EP_FN uint32_t tokens_to(W& warp, const DispatchArgs& args, int first, int end, Wanted&& wanted) {
     const Layout& layout = args.layout;
@@ -103,14 +103,14 @@ EP_FN uint32_t tokens_to(W& warp, const DispatchArgs& args, int first, int end, 
     });
 }
 
-// f(token, header) for tokens [first, end) of this rank, until it returns false. A header is read
-// while the token before it is served. Most tokens of a plan may stay on their rank, so of those
-// only the ones come that go to a rank with wanted(rank).
+// Calls f(token, header) for tokens [first, end) of this rank, until it returns false. Reads each
+// header while f serves the token before. Most tokens of a plan may stay on their rank, so of those
+// only the ones are visited that go to a rank with wanted(rank).
 template <WarpLike W, class Wanted, class F>
 EP_FN void for_each_token(W& warp, const DispatchArgs& args, int first, int end, Wanted&& wanted,
                           F&& f) {
     Header<W> header, next;
-    uint32_t left = 0;  // of the 32 tokens before `first`
+    uint32_t left = 0;  // not yet visited among the 32 tokens before `first`
     auto read_next = [&] {
         while (!left) {
             if (first >= end) return -1;

@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// One word of weight_bytes: a weight or its gradient. Moved, never computed with.
+// Loads and stores a weight or its gradient, one word of weight_bytes. It is never computed with.
 EP_FN uint64_t load_weight(const char* src, int weight_bytes) {
     if (weight_bytes == 8) return *reinterpret_cast<const uint64_t*>(src);
     return weight_bytes == 4 ? *reinterpret_cast<const uint32_t*>(src) : 0;

@@ -18,7 +18,7 @@ struct List {
 };
 
 List& list() {
-    static List& list = *new List;  // some objects are gone only when the process ends
+    static List& list = *new List;  // never destroyed: some objects outlive static storage
     return list;
 }
 

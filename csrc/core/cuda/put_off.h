@@ -2,7 +2,7 @@
 
 namespace ep {
 
-// How something of a GPU is given back.
+// A deferred release of something on a GPU.
 struct PutOff {
     int device;
     void (*release)(void*);
@@ -10,11 +10,11 @@ struct PutOff {
 };
 
 // A destructor may run in a finalizer, at any moment and while any thread captures a CUDA graph,
-// which most calls of CUDA would end. So no destructor calls CUDA: it leaves that to a later call
-// that may wait for the GPU.
+// which most CUDA calls would end. So no destructor calls CUDA: a later call that may wait for the
+// GPU runs what it put off.
 void put_off(const PutOff& release) noexcept;
 
-// Waits for the GPUs of what was put off, which kernels may still use. They end by themselves.
+// Runs all deferred releases, after it has waited for their GPUs: kernels may still use them.
 void catch_up();
 
 }  // namespace ep

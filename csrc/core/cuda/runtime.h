@@ -10,15 +10,15 @@ namespace ep {
 
 inline void check_cuda(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // an error that is not sticky is over with this exception
+    cudaGetLastError();  // clears an error that is not sticky
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// The calling thread uses this device until the end of the scope. cudaSetDevice creates a context
-// on a device that has none, hundreds of megabytes, so it is called only for another device than
-// the current one. The way back must be taken all the same: what the thread does next would go to
-// the wrong GPU. A buffer's set-up therefore makes its GPU current with torch, which goes back only
-// when the other one is used.
+// Makes a device current for the calling thread until the end of the scope. cudaSetDevice creates a
+// context of hundreds of megabytes on a device that has none, so it is called only to switch
+// devices. The destructor must switch back all the same, or later work of the thread would go to
+// the wrong GPU. A buffer's set-up therefore makes its GPU current with torch, which switches back
+// only when the other device is used.
 class DeviceGuard {
   public:
     explicit DeviceGuard(int device) { check_cuda(enter(device), "cudaSetDevice"); }
