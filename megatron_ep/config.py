@@ -15,8 +15,7 @@ TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
 MAX_TIMEOUT_S = 1e6
 TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 
-# Larger than any machine, and small enough that no size computed from them overflows 64 bits (32 for numbers of
-# experts).
+# These bounds exceed any machine, and no size computed from them overflows 64 bits (32 bits for numbers of experts).
 MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
 # Limits of the kernels: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
 # csrc/core/low_latency_heap.h. Rows are counted in 32 bits.
@@ -85,7 +84,7 @@ def name_unknown_settings(cls: type[Settings]) -> type[Settings]:
 class Topology:
     """N nodes of G ranks each. Rank r is local rank r % G of node r // G.
 
-    nodes: N, the number of scale-up domains. Ranks of one domain reach each other's memory directly.
+    nodes: N, number of scale-up domains. Ranks of one domain access each other's memory directly.
     ranks_per_node: G, at least 1.
     """
 
@@ -205,7 +204,7 @@ class Config:
 
 
 TUNING_NAMES = tuple(each.name for each in fields(Tuning))
-# Settings of a Config whose number of experts comes from elsewhere: keys of recipes, flags of commands.
+# Names of the settings of a Config other than its number of experts: keys of recipes, flags of commands.
 SETTING_NAMES = ("num_sms", "timeout", "row_bytes", *TUNING_NAMES)
 assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for kind in (Config, Tuning) for each in fields(kind)}
 

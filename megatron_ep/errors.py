@@ -1,4 +1,4 @@
-"""Failures of communication between ranks. An invalid argument on this rank is a ValueError instead."""
+"""Errors of communication between ranks. An invalid argument on this rank raises ValueError instead."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,14 +19,13 @@ class EPError(RuntimeError):
 
 
 class EPTimeoutError(EPError):
-    """A wait took longer than `Config.timeout`, on this rank or on another one that this rank was waiting with."""
+    """A wait took longer than `Config.timeout`, on this rank or on another rank in the same call."""
 
 
 class EPStuckError(EPTimeoutError):
-    """A launch does not end, because a call of NVSHMEM or NCCL inside it waits for a network or rank that does not
-    answer.
+    """A launch hangs in a call of NVSHMEM or NCCL, which waits for a network or rank that does not answer.
 
-    The launch cannot be ended. This process can no longer use its GPU and has to end (`os._exit`, a signal).
+    The launch cannot be stopped. This process can no longer use its GPU and has to end (`os._exit`, a signal).
     """
 
 
@@ -35,7 +34,7 @@ class EPAbortError(EPError):
 
 
 class EPMaskedError(EPError):
-    """Other ranks took this one for dead, masked it, and continue without it.
+    """Other ranks considered this one dead, masked it, and continue without it.
 
     Outputs of this rank since then are NaN (-1 in integer tensors). It can take part again after a reset of all ranks,
     or in a new process: see `LowLatency.readmit`.

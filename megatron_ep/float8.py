@@ -13,7 +13,7 @@ from megatron_ep.reference import SCALE_BLOCK
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): SUMMABLE_TYPES[name] for name in ("bfloat16", "float16", "float32")
 }
-SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}  # of an int32 float8_e8m0fnu
+SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}  # an int32 holds four float8_e8m0fnu
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def dequantize(
     values: float8_e4m3fn [..., H], contiguous.
     scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], each with four
         float8_e8m0fnu.
-    straight_through: that of a low-latency dispatch: gets the gradient, in its own dtype. None: no gradient.
+    straight_through: result of a low-latency dispatch that receives the gradient, in its dtype. None: no gradient.
 
     Raises ValueError for tensors of other types or shapes.
     """

@@ -1,12 +1,12 @@
-"""Dispatch and combine on a separate stream, in parallel with what the current stream computes.
+"""Runs dispatch and combine on a separate stream, in parallel with what the current stream computes.
 
     pending = overlap.start(ep.dispatch, x, topk_idx, topk_weights, buffer=buffer)
     ...                                   # work that does not need the rows
     received = pending.wait()
 
-The backward pass runs on the same stream: autograd records where a function ran and orders the streams itself.
+The backward pass runs on that stream too: autograd records where a function ran and orders the streams itself.
 
-On the host, which has no streams, `start` runs the whole call, so that one program runs there and on GPUs.
+On the host, which has no streams, `start` runs the whole call, so that a program runs there as on GPUs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def start(
         result = function(*args, **kwargs)
         event = stream.record_event()
     for tensor in tensors:
-        tensor.record_stream(stream)  # its memory is not given to others before this stream is done with it
+        tensor.record_stream(stream)  # keeps the allocator from reusing its memory before this stream has used it
     return Pending(event, device, result)
 
 

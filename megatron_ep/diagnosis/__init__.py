@@ -1,3 +1,3 @@
-"""What went wrong and who is to blame: `failures.py` keeps the failures nobody was told of, `blame.py` finds the rank
-that never came, `env.py` reports on the machine. Imports the standard library only.
+"""Diagnosis of failures: `failures.py` keeps failures that no call has raised, `blame.py` finds the rank that caused a
+timeout, `env.py` reports on the machine. Imports the standard library only.
 """

@@ -1,4 +1,4 @@
-"""What to do next where something is missing or does not fit, out of the report on a machine (env.py).
+"""Advice on what is missing or incompatible in the report on a machine (env.py).
 
 Imports the standard library only.
 """
@@ -11,15 +11,15 @@ from megatron_ep.diagnosis import cuda_version
 from megatron_ep.diagnosis.tried_versions import TRIED
 
 NONE = "not installed"
-CORES = ((0, 16, 1), (0, 20))  # from, and before: as pyproject.toml has them
-# The oldest driver of each CUDA: its release notes, table of minor version compatibility.
+CORES = ((0, 16, 1), (0, 20))  # oldest Megatron-Core, and the first one excluded, as in pyproject.toml
+# Oldest driver of each CUDA version, from its release notes, table of minor version compatibility.
 DRIVERS = {"12": 525, "13": 580}
 LEAST_CAPABILITY = (8, 0)
-SHARED_MEMORY_GIB = 1.0  # containers have 64 MiB unless told otherwise
+SHARED_MEMORY_GIB = 1.0  # containers have 64 MiB by default
 
 
 def advice(report: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Returns one sentence per topic. Empty: nothing is missing."""
+    """Returns one sentence for each topic with a problem."""
     packages, gpus = report["packages"], [line.split(", ") for line in report["cuda"]["gpus"] if ", " in line]
     found = {
         "extension": _extension(report["extension"], bool(gpus)),
@@ -87,8 +87,9 @@ def _gpu(extension: dict[str, Any], gpus: list[list[str]]) -> str | None:
 
 
 def _runs_on(architectures: str, capability: tuple[int, ...]) -> bool:
-    """Machine code runs on GPUs of its major number, PTX on all, from that minor number on; both of an architecture
-    with an "f" on GPUs of its major number, and with an "a" on its own."""
+    """Returns whether code of one of these architectures runs on a GPU. Machine code runs on GPUs of its major version
+    and its or a later minor version, PTX on all later GPUs. With suffix "f" both run only on GPUs of their major
+    version, with "a" only on that exact version."""
     own = 10 * capability[0] + capability[1]
     for name in architectures.split(","):
         found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", name)

@@ -1,7 +1,7 @@
-"""Who is to blame for a wait that took too long: not the next hop that the wait names, but the rank that never came.
+"""Finds the rank that caused a timeout. A wait names only the next hop, which may itself be waiting.
 
-Every rank counts its calls where the others can read it, and writes there what its roles were waiting for when they
-gave up. From the rank that gave up first the waits are followed until one is reached who waits for nobody.
+Every rank publishes the numbers of its calls, and what its roles were waiting for when they gave up. The waits are
+followed from the rank that gave up first to a rank that waits for no other.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 MAX_NAMED = 8  # ranks, in a message
 
-# What a low-latency role waits for that a receiving half brings; all else comes from sending halves.
+# The only wait of a low-latency role that a receiving half ends; sending halves end all others.
 RELEASE = "a low-latency bank to be received"
 
 
-ENDED = "has ended"  # what has become of a process that nothing is left of
-LEFT = f"{ENDED}, or closed its buffer"  # of one of another machine that has said goodbye
+ENDED = "has ended"  # fate of a process of which nothing is left
+LEFT = f"{ENDED}, or closed its buffer"  # fate of a process of another machine that has signed off
 
-# How the reason begins of a rank that gives up because of another one's process.
+# Prefix of the reason of a rank that gives up because of another rank's process.
 STOPPED_WAITING = "stopped waiting: "
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What others can see of a rank.
+    """The state of a rank that other ranks can read.
 
-    entered, finished: the number of the last call of each kind, from 1: "notify"; "transfer" (dispatches and combines
-        together); of the low-latency mode "dispatch_sent", "combine_sent", and, for receiving halves of even and of odd
-        numbers, "dispatch_received_0", "dispatch_received_1", "combine_received_0", "combine_received_1". A rank that
-        came to a call after it had been given up did not enter it.
+    entered, finished: number of the last call of each kind, from 1: "notify"; "transfer" (dispatches and combines
+        together); in the low-latency mode "dispatch_sent", "combine_sent", and, for receiving halves of even and of odd
+        numbers, "dispatch_received_0", "dispatch_received_1", "combine_received_0", "combine_received_1". A call that
+        had been given up before the rank came to it is not entered.
     incidents: see `errors.EPError`.
-    reason: given to `Buffer.abort` there, or the text of the error that ended its part; "" for none.
-    sends: in its last calls: counter (as of `entered`), call (modulo 2^16), kind, payload_type, payload_bytes, topk,
-        weight_bytes, scale_bytes.
+    reason: argument of `Buffer.abort` on that rank, or the text of the error that stopped it; "" for none.
+    sends: what its last calls sent, with the keys counter (as of `entered`), call (modulo 2^16), kind, payload_type,
+        payload_bytes, topk, weight_bytes, scale_bytes.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class RankStatus:
 
     @property
     def inside(self) -> str | None:
-        """The kind of call that it has begun and not finished."""
+        """The kind of call that the rank has begun and not finished."""
         return next((kind for kind, number in self.entered.items() if number > self.finished[kind]), None)
 
     @property
@@ -56,13 +56,13 @@ class RankStatus:
 
     @property
     def begun(self) -> int:
-        """Calls of the normal mode, of which all ranks make the same in the same order."""
+        """The number of calls of the normal mode, which all ranks make in the same order."""
         return self.entered["notify"] + self.entered["transfer"]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A call that is being waited in or for."""
+    """A call in which, or for which, a rank waits."""
 
     counter: str
     number: int
@@ -85,13 +85,13 @@ def root(
     fate: Callable[[int], str | None],
     unheard: Callable[[int], tuple[str, float] | None] = lambda _: None,
 ) -> str | None:
-    """The rank that all others wait for, and how far it got, as a clause; None where that cannot be told.
+    """Returns a clause that names the rank that all others wait for, and its progress; None if it cannot be found.
 
     Args:
-        first: the rank whose wait expired first.
-        statuses: of all ranks in reach.
-        fate: what has become of a rank's process, "has ended" say; None: nothing that is known.
-        unheard: a rank's machine, and for how many seconds it has answered nothing; None: it answers.
+        first: rank whose wait expired first.
+        statuses: status of each reachable rank.
+        fate: returns what became of a rank's process, such as "has ended"; None if nothing is known.
+        unheard: returns a rank's machine and the seconds since it last answered; None if it answers.
     """
     known = {status.rank: status for status in statuses}
     waiting, path = first, list[int]()
@@ -100,7 +100,7 @@ def root(
         step, candidates = _waits(known[waiting], known)
         silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
         missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
-        # A rank that ended without a word will not come, so it is named first. One that gave up before is not to blame.
+        # A rank that ended silently will not come, so it is named first. A rank that gave up earlier is not the cause.
         absent = [s.rank for s in statuses if not s.incidents and (s.inside or _is_behind(s, step))]
         ended = [rank for rank in absent if fate(rank)]
         lost = {rank: since for rank in absent if (since := unheard(rank))}
@@ -116,17 +116,17 @@ def root(
                 return f"{named(unknown[:1])}, of which no more is known here"
             return f"{_sentence(silent, step, known, fate)}, but rank {waiting} misses it" if silent else None
         waiting = next((rank for rank in following if rank not in path), following[0])
-        if waiting in path:  # those before it only wait for the ring
+        if waiting in path:  # ranks before it in the path only wait for this cycle
             return f"{named(sorted(path[path.index(waiting) :]))} wait for each other in {step}"
     return None
 
 
 def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
-    """Names the ranks that a rank in a call waits for, or will, and whose processes have ended; None if there are none.
+    """Names the ranks whose processes have ended while a rank's call needs them; returns None if there are none.
 
-    A rank that did its part before it ended is not waited for.
+    A rank that did its part of the call before it ended is not named.
 
-    fate: as for `root`.
+    fate: see `root`.
     """
     if waiting.inside is None:
         return None
@@ -138,8 +138,8 @@ def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[i
 
 
 def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, list[int]]:
-    """The call that this rank waits in, and the ranks that it may wait for: those who have begun fewer calls, the last
-    of them first; if there are none, the peers of its waits."""
+    """Returns the call that this rank waits in, and the ranks that it may wait for: those that have begun fewer calls,
+    the slowest one first, or the peers of its waits if there are none."""
     incidents = sorted(status.incidents, key=lambda incident: incident["outcome"] == "aborted")
     peers = list(dict.fromkeys(i["peer"] for i in incidents if i["peer"] not in (status.rank, -1)))
     incident = incidents[0]
@@ -150,7 +150,7 @@ def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, 
             is_late = any(_is_behind(known[rank], received) for rank in peers if rank in known)
             if kind == "combine" or is_late:
                 return received, peers
-            return _Step("dispatch_sent", received.number + 1), peers  # which tells it over a network
+            return _Step("dispatch_sent", received.number + 1), peers  # over a network the next dispatch reports it
         return _Step(f"{kind}_sent", incident["call"]), peers
     counter = "notify" if incident["role"] == "notify" else "transfer"
     late = sorted((rank for rank in known if known[rank].begun < status.begun), key=lambda rank: known[rank].begun)
@@ -164,7 +164,7 @@ def _is_behind(status: RankStatus, step: _Step) -> bool:
 def _sentence(
     ranks: Sequence[int], step: _Step, known: Mapping[int, RankStatus], fate: Callable[[int], str | None]
 ) -> str:
-    """What the first of these ranks has not done, and which others have got no further."""
+    """Returns a clause that says what the first of these ranks has not done, and names others at the same point."""
     first = known[ranks[0]]
     alike = [rank for rank in ranks if known[rank].entered == first.entered and known[rank].inside == first.inside]
     several = len(alike) > 1
@@ -191,5 +191,5 @@ def _out_of_reach(unheard: Mapping[int, tuple[str, float]]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """At most MAX_NAMED of them."""
+    """Lists at most MAX_NAMED of the ranks."""
     return "rank " + ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")

@@ -1,7 +1,6 @@
-"""Which CUDA: torch's, and with it that of NVIDIA's packages; and that of the extension, which has to be of one major
-version with torch's.
+"""The CUDA versions of torch, of NVIDIA's packages, and of the extension. Their major versions have to be equal.
 
-Imports the standard library only. What torch says of itself is read from its file, so that a broken torch says it, too.
+Imports the standard library only. The version of torch is read from its files, because a broken torch does not import.
 """
 
 import importlib.metadata
@@ -14,7 +13,7 @@ PACKAGES = ("nccl", "nvshmem")
 
 
 def of_torch(name: str) -> str | None:
-    """What torch.version has under this name, `__version__` or `cuda`. None: nothing, or there is no torch."""
+    """Returns an attribute of torch.version, `__version__` or `cuda`; None if it is None or torch is missing."""
     try:
         spec = importlib.util.find_spec("torch")  # imports nothing
         text = Path(str(spec and spec.origin)).with_name("version.py").read_text()
@@ -30,12 +29,12 @@ def major() -> str:
 
 
 def package(name: str) -> str:
-    """NVIDIA's package of nccl or nvshmem that goes with torch."""
+    """Returns the name of NVIDIA's package of nccl or nvshmem for torch's CUDA version."""
     return f"nvidia-{name}-cu{major()}"
 
 
 def foreign_packages() -> list[str]:
-    """Installed ones of another CUDA than torch's: they lie where those that fit belong."""
+    """Returns the installed packages of another CUDA version than torch's, which hide those that fit."""
     others = [f"nvidia-{name}-cu{other}" for name in PACKAGES for other in MAJORS if other != major()]
     return [name for name in others if of_torch("cuda") and _is_installed(name)]
 
@@ -49,7 +48,7 @@ def _is_installed(name: str) -> bool:
 
 
 def mismatch(built_with: str | None) -> str | None:
-    """Why an extension that this CUDA has compiled (None: none has) cannot be used on a GPU beside torch, if so."""
+    """Returns why an extension built with this CUDA (None: without) cannot be used with torch; None if it can."""
     cuda = of_torch("cuda")
     if built_with is None or cuda is None or built_with.partition(".")[0] == major():
         return None

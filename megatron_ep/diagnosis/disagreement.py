@@ -1,4 +1,4 @@
-"""How the calls of ranks differ, if one received a row that was not meant for its call."""
+"""Describes how the calls of ranks differ after one of them received a row of another call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ep.diagnosis.blame import RankStatus, named
 
-# Element types and their bytes, by the numbers of `megatron_ep.config.ELEMENT_TYPES`.
+# Name and bytes of each element type, by its number in `megatron_ep.config.ELEMENT_TYPES`.
 DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
 WEIGHTS = {4: "float32", 8: "float64"}
 SCALES = {1: "float8_e8m0fnu", 4: "float32"}
@@ -16,9 +16,9 @@ CALLS_KNOWN_APART = 1 << 16  # csrc/core/sends.h
 
 
 def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) -> str:
-    """What each rank sent in the call in which this one met a row that was not meant for it, as a clause.
+    """Returns a clause that says what each rank sent in the call in which this rank received a row of another call.
 
-    statuses: of all ranks in reach.
+    statuses: status of each reachable rank.
     """
     incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == "mismatch"]
     if not incidents:
@@ -40,7 +40,7 @@ def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) 
 
 
 def _call_of(incident: Mapping[str, Any]) -> tuple[str, int]:
-    """Where it is counted, and its number."""
+    """Returns the counter of an incident's call, and its number."""
     if not incident["role"].startswith("low_latency"):
         return "transfer", incident["call"]
     return ("combine" if "combine" in incident["role"] else "dispatch") + "_sent", incident["call"]

@@ -1,4 +1,4 @@
-"""What a report of a problem needs to say about the machine: `megatron-ep env`, or `python -m megatron_ep.env`.
+"""The report on the machine for bug reports: `megatron-ep env`, or `python -m megatron_ep.env`.
 
 Imports the standard library only. Versions are read from package metadata and the extension is imported by another
 process, so the report is complete when torch or the extension is missing, broken, or crashes on import.
@@ -29,7 +29,7 @@ PACKAGES = (
     "triton",
     *(f"nvidia-{name}-cu{major}" for name in cuda_version.PACKAGES for major in cuda_version.MAJORS),
 )
-MAX_VALUE = 200  # of an environment variable, in characters
+MAX_VALUE = 200  # characters of an environment variable's value that are shown
 VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("CXX", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "TORCHDYNAMO_DISABLE"),
@@ -53,7 +53,7 @@ Report = dict[str, dict[str, Any]]
 
 
 def collect() -> Report:
-    """Sections of named facts, JSON-serialisable. Raises nothing for what is missing: the value then says so."""
+    """Returns sections of named facts, JSON-serialisable. The value of a missing fact says so; nothing is raised."""
     report = {
         "system": _system(),
         "memory": _memory(),
@@ -66,7 +66,7 @@ def collect() -> Report:
 
 
 def render(report: Report | None = None) -> str:
-    """The report (default: a fresh one) as text, a section after the other, a line or more per fact."""
+    """Formats the report (default: a new one) by section, with one or more lines per fact."""
     lines = []
     for section, facts in (collect() if report is None else report).items():
         lines.append(f"{section}:")
@@ -82,7 +82,7 @@ def render(report: Report | None = None) -> str:
 
 
 def headline(report: Report) -> str:
-    """The report in a line, for the head of a table of measurements."""
+    """Summarizes the report in one line, for the head of a table of measurements."""
     packages, system = report["packages"], report["system"]
     gpus = [gpu.split(", ")[1] for gpu in report["cuda"]["gpus"] if ", " in gpu]
     parts = [
@@ -95,7 +95,7 @@ def headline(report: Report) -> str:
 
 
 def text(value: object) -> str:
-    """A fact's value, on as many lines as it takes."""
+    """Formats the value of a fact, on one or more lines."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -154,7 +154,7 @@ def _gib(size: int) -> str:
 
 
 def _version(package: str) -> str:
-    """As the package itself says it: of torch's local part, as in 2.13.0+cu130, the metadata of wheels says nothing."""
+    """Returns the version of a package, for torch from its files because metadata lacks the part "+cu130"."""
     if package == "torch" and (own := cuda_version.of_torch("__version__")):
         return own
     try:
@@ -165,7 +165,7 @@ def _version(package: str) -> str:
 
 
 def own_version() -> str:
-    """`megatron_ep.__version__`; "unknown" for a copy of the package without what it was installed from."""
+    """Returns `megatron_ep.__version__`; "unknown" for a copy of the package without metadata or source tree."""
     try:
         return importlib.metadata.version(PACKAGE_DIR.name)
     except importlib.metadata.PackageNotFoundError:
@@ -194,7 +194,7 @@ def _gpus() -> list[str]:
 
 
 def _domains() -> Any:
-    """The NVLink domains of several hosts that the GPUs here have joined: their ranks can be one node."""
+    """Returns the multi-host NVLink domains of the GPUs of this machine. Ranks of a domain can be one node."""
     status, output = _run(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     if status != 0 or not output:
         return None
@@ -209,14 +209,14 @@ def _domains() -> Any:
 
 
 def _fabrics() -> Any:
-    """How ranks on GPUs can reach each other here, from a process of its own, for the extension's sake."""
+    """Returns what each fabric lacks, from a separate process because the extension may crash on import."""
     script = "import json, megatron_ep.fabrics.choice as f; print('\\n' + json.dumps(f.report()))"
     status, output = _run([sys.executable, "-c", script], cwd=PACKAGE_DIR.parent)
     return json.loads(output.splitlines()[-1]) if status == 0 else "unknown: the extension does not import"
 
 
 def _extension() -> dict[str, Any]:
-    """Whether megatron_ep._C imports, in a process of its own because a broken library may take its process down."""
+    """Returns facts about megatron_ep._C, imported in a separate process because a broken library may crash it."""
     files = sorted(PACKAGE_DIR.glob("_C.*.so"))
     usable = PACKAGE_DIR / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     facts: dict[str, Any] = {
@@ -232,7 +232,7 @@ def _extension() -> dict[str, Any]:
 
 
 def _compiler(library: Path) -> str | None:
-    """The compilers' own words in a library's .comment section, readable when the library does not load."""
+    """Returns the compilers named in a library's .comment section, which is readable if the library does not load."""
     names = re.findall(rb"(?:GCC: \([^\0]*?\) [\d.]+|clang version [^\0]+)", library.read_bytes())
     return ", ".join(sorted({name.decode(errors="replace") for name in names})) or None
 
@@ -254,7 +254,8 @@ def _read(path: str | Path) -> str | None:
 
 
 def _run(command: list[str], cwd: Path | None = None) -> tuple[int | None, str]:
-    """Exit status (None: it did not run or not end) and output, with stderr if it failed, or why there is none."""
+    """Runs a command. Returns its exit status, None if it did not run or end, and its output, with stderr if it failed,
+    or why there is none."""
     try:
         done = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT_S

@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Watched(Protocol):
-    """The methods of a buffer that are used here: see `rank_group.RankGroup`."""
+    """The methods of `rank_group.RankGroup` that this module calls."""
 
     @property
     def is_open(self) -> bool: ...
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
 
-# Each is called with the first line of a failure, from a thread that looks after a buffer of several processes, once
-# the failure is known in this process: the thread that will raise it may be inside a wait for another library.
+# The monitor thread of a buffer calls each of these with the first line of a failure once it is known in this process,
+# because the thread that should raise it may be waiting inside another library.
 watchers: list[Callable[[str], None]] = []
 
 
@@ -85,7 +85,7 @@ def raise_if_known_to_have_failed() -> None:
 
 
 def has_unseen() -> bool:
-    """Whether a failure is known in this process that no call has raised yet."""
+    """Returns whether this process knows of a failure that no call has raised yet."""
     return any(group.has_unseen_failure for group in open_groups())
 
 

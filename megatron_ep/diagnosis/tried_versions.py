@@ -1,6 +1,6 @@
-"""Which versions have run together: `tests/packaging/versions.py` adds to it, `megatron-ep env` warns of others."""
+"""Tested combinations of versions. `tests/packaging/versions.py` adds to them, `megatron-ep env` warns of others."""
 
-# (Python, torch, Megatron-Core) that `megatron-ep check` has passed with on the host: gradients of every kind of call,
+# (Python, torch, Megatron-Core) with which `megatron-ep check` has passed on the host: gradients of every kind of call,
 # and this dispatcher against Megatron's.
 TRIED = [
     ("3.10", "2.7.1", "0.16.1"),

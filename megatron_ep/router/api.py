@@ -4,23 +4,22 @@ Shapes: T tokens, E experts, K choices of a token. The semantics are those of Me
 `topk_routing_with_score_function` and `group_limited_topk` (megatron/core/transformer/moe/moe_utils.py, version 0.19),
 made definite where those leave a choice to torch.topk.
 
-What rounding may decide, for logits computed in fp32 (for float64 the same with u = 2^-53). An expert is chosen by its
-score plus its bias; M is the largest score, or score plus bias, of the token, and u = 2^-24, so that u M is at most one
-unit in the last place (ulp) of M. A score is within 4.2 u of its value (an exp within 1.1 ulp, a sum, a quotient),
-adding the bias rounds once more: 6 u M at most. A group's score adds up m = K // group_topk of these with m - 1
-roundings of at most m u M: m (m + 5) u M at most. Therefore, whatever the CPU or GPU:
+Effects of rounding, for logits computed in fp32 (for float64 they are the same with u = 2^-53): An expert is chosen by
+its score plus its bias; M is the largest score, or score plus bias, of the token, and u = 2^-24, so that u M is at most
+one unit in the last place (ulp) of M. A score is within 4.2 u of its value (an exp within 1.1 ulp, a sum, a quotient),
+and adding the bias rounds once more: 6 u M at most. A group's score adds m = K // group_topk of these with m - 1
+roundings of at most m u M: m (m + 5) u M at most. Therefore, on every CPU and GPU:
 
-- The choice is the exact one wherever the last expert taken and the first left out are more than 12 ulps of M apart,
-  and the last group taken and the first left out more than 2 m (m + 5), which is 12 for m = 1 and 28 for m = 2.
-- In a nearer tie any choice between those candidates is right. Megatron-Core's function, whose scores come from torch's
-  exp, keeps the same bounds, so the two agree but for near ties; which of these they decide differently depends on the
-  instruction set.
-- A weight is within n + 11 ulps of its value, where n scores are in the sum that divides it; behind a softmax d more
+- The choice is exact if the last expert taken and the first one left out are more than 12 ulps of M apart, and the last
+  group taken and the first one left out more than 2 m (m + 5), which is 12 for m = 1 and 28 for m = 2.
+- In a closer tie any choice between those candidates is right. Megatron-Core's function, whose scores come from torch's
+  exp, keeps the same bounds, so the two agree except in near ties; the instruction set decides in which ones.
+- A weight is within n + 11 ulps of its value, where n scores are in the sum that divides it; after a softmax, d more
   for a logit that is d below the largest one.
-- On the host equal logits of 32 or 16 bits give equal bits, whatever the CPU.
+- On the host equal logits of 32 or 16 bits give equal bits on every CPU.
 
-So two runs that differ in a rounding anywhere, as in Megatron's own dispatchers, may part at a near tie; a comparison
-of their loss curves has to replay the choices of one in the other (`replay_ids`, Megatron's RouterReplay).
+Two runs that differ in any rounding, as Megatron's own dispatchers do, may therefore diverge at a near tie. To compare
+their loss curves, replay the choices of one run in the other (`replay_ids`, Megatron's RouterReplay).
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class Routing(NamedTuple):
 
     ids: int64 [T, K], best score first, -1 where there is no expert. weights: real [T, K], 0 where there is none.
     tokens_per_expert: int64 [E], on the logits' device.
-    probs, routing_map: the same as [T, E], probs in the logits' dtype and 0 where not chosen, the map bool; None unless
-        asked for with `dense`.
-    aux_scores, aux_map: real and bool [T, E], for the auxiliary loss; None unless asked for with `aux`.
+    probs, routing_map: dense form, [T, E]: weights in the logits' dtype, 0 where not chosen, and a bool map; None
+        without `dense`.
+    aux_scores, aux_map: real and bool [T, E], for the auxiliary loss; None without `aux`.
     """
 
     ids: torch.Tensor
@@ -95,15 +94,15 @@ def grouped_topk(
         num_groups, group_topk: both or neither.
         score_function: "sigmoid" or "softmax".
         expert_bias: float32 [E], for "sigmoid".
-        scaling_factor: None is 1; a normal number of the dtype that is computed in, of either sign.
+        scaling_factor: factor of the weights, of either sign, a normal number in the dtype of computation. None: 1.
         pre_softmax: softmax over all experts before the choice rather than over the chosen ones after it.
-        renormalize: None does as Megatron: True for "sigmoid", False for "softmax" with pre_softmax; without it the
-            weights sum to 1 anyway.
+        renormalize: None: as in Megatron, True for "sigmoid", False for "softmax" with pre_softmax; without pre_softmax
+            the weights sum to 1 anyway.
         padding_mask: bool [T]; tokens where it is True get no expert and are not counted.
-        replay_ids: int64 [T, K]: takes these experts instead of choosing; -1 for none. An expert named again by a token
-            is merged as in Megatron's dense map: its first place keeps the weight, which is computed as if they were
-            distinct, the others become -1, and the gradient of that weight counts for all of them. On a GPU, where
-            nothing waits for a look at them, another id stays in `ids`, and the token's weights are NaN.
+        replay_ids: int64 [T, K]: experts to take instead of choosing; -1 for none. An expert that a token repeats is
+            merged as in Megatron's dense map: its first place keeps the weight, which is computed as if they were
+            distinct, the others become -1, and the gradient of that weight counts for all of them. On a GPU, where the
+            ids are not checked on the host, an invalid id stays in `ids`, and the token's weights are NaN.
         dense: also return probs and routing_map.
         aux: also return aux_scores, softmax(logits) or sigmoid(logits) / (their sum + 1e-20), and aux_map, the K
             largest of them; 0 and False for padding. Bias, groups, scaling and replay_ids play no part
@@ -112,7 +111,7 @@ def grouped_topk(
     Raises:
         ValueError: a wrong argument; on a GPU also an E beyond its shared memory (28,000 on an H200 for float32).
         RuntimeError: logits are on a GPU and this build has no CUDA kernels. In a backward pass with create_graph: the
-            gradient has none of its own, so that a penalty on it would be without the router's part.
+            gradient cannot be differentiated again, so a penalty on it would lack the router's part.
     """
     _check_logits(logits, k)
     num_tokens, num_experts = logits.shape
@@ -211,7 +210,7 @@ class _GroupedTopk(Function):
 
 
 def _new_like(logits: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Uninitialised, contiguous [T, E]."""
+    """Returns an uninitialised, contiguous [T, E]."""
     if logits.device.type == "cpu":
         return host.new_output(logits.shape, dtype or logits.dtype)
     return torch.empty_like(logits, dtype=dtype)
@@ -298,7 +297,7 @@ def _check_scoring(
     renormalize: bool | None,
     scaling_factor: float | None,
 ) -> None:
-    """dtype: of the logits."""
+    """Raises ValueError for a wrong combination. dtype: dtype of the logits."""
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function is {score_function!r}, must be one of {', '.join(SCORE_FUNCTIONS)}")
     if not isinstance(pre_softmax, bool):

@@ -1,5 +1,5 @@
-"""Attention on other ranks than the rest of a layer: `plan.py` says which rows go where, `planner.py` makes plans whose
-attention is balanced, `reference.py` is the specification of what moving Q, K and V by a plan yields.
+"""Attention on other ranks than the rest of a layer. `plan.py` defines which rows go where, `planner.py` balances the
+attention of ranks, and `reference.py` specifies the results of moving Q, K and V by a plan.
 
-`dispatcher.py` moves them, `handles.py` makes handles of the normal mode of a plan, `autograd.py` the gradients.
+`dispatcher.py` moves them, `handles.py` turns a plan into handles of the normal mode, `autograd.py` has the gradients.
 """

@@ -1,6 +1,6 @@
-"""Moves of rows by a plan as functions of torch.autograd, on checked arguments.
+"""Autograd functions that move rows by a plan, on checked arguments.
 
-Tensors are [rows, elements] and come one after the other: those of each rank of this process.
+Tensors are [rows, elements], one after the other for each rank of this process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 def differentiable_dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `DispatchFunction`."""
+    """Applies `DispatchFunction`, without autograd if no gradient is needed."""
     return (DispatchFunction.apply if need_gradient(tensors) else _dispatch)(handles, *tensors)
 
 
 def differentiable_move(handle: Handle, back: Handle, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `MoveFunction`."""
+    """Applies `MoveFunction`, without autograd if no gradient is needed."""
     return MoveFunction.apply(handle, back, *tensors) if need_gradient(tensors) else _move(handle, *tensors)
 
 
@@ -41,7 +41,7 @@ def _dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _copy(handles: PlanHandles, k: Tensors, v: Tensors = ()) -> tuple[torch.Tensor, ...]:
-    """K, and V with it, as one row: V travels as the scales of fp8 do."""
+    """Sends K and V as one row: V takes the place of fp8 scales."""
     with handles.kv.group.abort_peers_on_error():
         k, v = ([_with_spare(handles, i, x) for i, x in enumerate(rows)] for rows in (k, v))
         k_rows, v_rows, _ = launches.launch_dispatch(handles.kv, k, v or None, None, clears_end=False)
@@ -55,7 +55,7 @@ def _with_spare(handles: PlanHandles, i: int, rows: torch.Tensor) -> torch.Tenso
 
 
 def _sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `reference.sum_copies` says; rows that are widened before they are sent are rounded at the end."""
+    """Computes `reference.sum_copies`. Rows that were widened before they were sent are rounded at the end."""
     dtype = copies[0].dtype
     with handles.kv.group.abort_peers_on_error():
         if handles.widens_sums(dtype):
@@ -75,7 +75,7 @@ def _add_spare(handles: PlanHandles, i: int, sums: torch.Tensor) -> torch.Tensor
 
 
 class MoveFunction(Function):
-    """Rows that have one destination each. back: the handle of the way back."""
+    """Moves rows that have one destination each. back: handle of the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, back: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ class MoveFunction(Function):
 
 
 class DispatchFunction(Function):
-    """(q, k, v) per rank -> the same on the ranks that compute attention. One function, so that all ranks send its
+    """Moves (q, k, v) of each rank to the ranks that compute attention, in one function so that all ranks send its
     gradients in the same order."""
 
     @staticmethod
@@ -115,7 +115,7 @@ class DispatchFunction(Function):
 
 
 class CopyFunction(Function):
-    """K, or V, to all ranks that need it."""
+    """Copies K, or V, to all ranks that need it."""
 
     @staticmethod
     def forward(ctx: Any, handles: PlanHandles, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,7 +129,7 @@ class CopyFunction(Function):
 
 
 class SumFunction(Function):
-    """The gradient of that: sums over the copies of a row."""
+    """Sums the copies of each row: the gradient of `CopyFunction`."""
 
     @staticmethod
     def forward(ctx: Any, handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Q, K and V go to the ranks that compute attention, and its output comes back."""
+"""Moves Q, K and V to the ranks that compute attention, and its output back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from megatron_ep.sequences.plan import SequencePlan
 
 
 def sms_for_sequences(device: torch.device) -> int | None:
-    """`Config.num_sms` for a buffer that carries sequences alone: half of a GPU, because nothing else runs while they
-    move. Two H100, 24 and 64 of 132 SMs: 4.6 and 2.8 ms (`tests/bench/run.py sequences`)."""
+    """Returns `Config.num_sms` for a buffer that only moves sequences: half of the GPU, because nothing else runs
+    meanwhile. Two H100, 24 and 64 of 132 SMs: 4.6 and 2.8 ms (`tests/bench/run.py sequences`)."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
 class SequenceDispatcher:
-    """Moves attention's rows by a plan, which says where each one goes. Nobody is asked for counts.
+    """Moves the rows of attention by a plan, which defines where each one goes, so that no counts are exchanged.
 
-    With a Buffer calls take and return tensors; with a LocalCluster, lists with one tensor per rank. All are
-    collective, and so are their backward passes: all ranks make the same calls in the same order, by the same plan, and
-    what is made of the results must take part in the loss on all ranks or on none. `overlap.start` runs them beside
-    other work.
+    With a Buffer calls take and return tensors; with a LocalCluster, lists with one tensor per rank. All calls and
+    their backward passes are collective: all ranks make the same calls in the same order, by the same plan, and what is
+    computed from the results must take part in the loss on all ranks or on none. `overlap.start` runs them in parallel
+    with other work.
 
-    buffer: a Buffer or LocalCluster. Calls of others on it may come in between. `Config.row_bytes` should be those of
-        the largest row, of Q or of K with V; of float32 where gradients of 16 bits are summed across nodes.
+    buffer: a Buffer or LocalCluster, which other calls may use as well. `Config.row_bytes` should be those of the
+        largest row, of Q or of K with V, in float32 where 16-bit gradients are summed across nodes.
 
-    What ranks need to know of a plan is worked out in the first call with it, and kept as long as the plan. Raises
-    ValueError for what is no buffer.
+    The tables of a plan are computed in the first call with it, and kept as long as the plan. Raises ValueError if
+    buffer is neither a Buffer nor a LocalCluster.
     """
 
     def __init__(self, buffer: AnyBuffer):
@@ -45,12 +45,13 @@ class SequenceDispatcher:
         self._handles: WeakKeyDictionary[SequencePlan, PlanHandles] = WeakKeyDictionary()
 
     def dispatch(self, q: Tensors, k: Tensors, v: Tensors, plan: SequencePlan) -> tuple[Any, Any, Any]:
-        """Rows of Q go to the rank that computes their attention, those of K and V to all that need them, once a rank.
+        """Sends rows of Q to the rank that computes their attention, and rows of K and V once to each rank that needs
+        them.
 
-        q, k, v: [T, ...], T as `RankTables.num_rows` of the plan says, in the order of documents and their shards;
-            contiguous; bfloat16, float16, float32, float64 or float8_e4m3fn. Behind the first dimension they may have
-            any shape, the same on all ranks; each a shape of its own, as with grouped queries or MLA. k and v have one
-            dtype. Get a gradient, each on all ranks or on none, unless float8.
+        q, k, v: [T, ...], with T = `RankTables.num_rows` of the plan, in the order of documents and their shards;
+            contiguous; bfloat16, float16, float32, float64 or float8_e4m3fn. Further dimensions are arbitrary but equal
+            on all ranks, and may differ between q, k and v (grouped queries, MLA). k and v have one dtype. Each gets a
+            gradient on all ranks or on none, unless it is float8.
 
         Returns q [num_q_rows, ...], k and v [num_kv_rows, ...]: see `RankTables` of this rank, `plan.of_rank`. The
         gradients of k and v are summed over the copies of a row in float32 (float64 for float64), in a fixed order, and
@@ -73,9 +74,9 @@ class SequenceDispatcher:
         return q, k, v
 
     def combine(self, out: Tensors, plan: SequencePlan) -> Any:
-        """Attention's output goes back to where its queries are at home.
+        """Sends the output of attention back to the home ranks of its queries.
 
-        out: [num_q_rows, ...], contiguous, as q of `dispatch`. Gets a gradient.
+        out: [num_q_rows, ...], contiguous, in the order of q from `dispatch`. Gets a gradient.
 
         Returns [T, ...]. Raises as `dispatch` does.
         """
@@ -95,7 +96,7 @@ class SequenceDispatcher:
                 f"plan is for {plan.world} ranks, must be for the {group.topology.world_size} of the buffer"
             )
         handles = self._handles.get(plan)
-        if handles is None or handles.q.age:  # a reset has ended the calls that fill its tables
+        if handles is None or handles.q.age:  # after a reset the calls that fill the tables may not have finished
             handles = self._handles[plan] = handles_of(plan, group)
         return handles
 
@@ -116,8 +117,8 @@ class SequenceDispatcher:
 def _check_moves(
     handles: PlanHandles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, needs_gradient: bool
 ) -> None:
-    """Raises ValueError if a ring has no room for a row of these, or of their gradients on the way, or if there are no
-    sums of those."""
+    """Raises ValueError if a ring is too small for a row of these tensors or of their gradients, or if their dtype
+    cannot be summed."""
     launches.format_of(handles.q.group, handles.q.topk, q, None, None)
     launches.format_of(handles.kv.group, handles.kv.topk, k, [v], None)
     if not needs_gradient:

@@ -1,9 +1,9 @@
-"""A plan as handles of the normal mode, whose dispatch and combine move the rows: its roles see tokens, and a rank that
-a row goes to as that rank's first expert. What a notify would have found out follows from the plan.
+"""Turns a plan into handles of the normal mode, whose dispatch and combine move the rows. A row is a token, and its
+destination rank is that rank's first expert. The layout that a notify would exchange follows from the plan.
 
-As one token a row has at most MAX_COPIES destinations. A row with more is several tokens: itself, and spare ones
-behind the last row of its rank. Each has the ranks of whole nodes, unless a node has more ranks than that, so that a
-row still crosses the network once a node.
+A token has at most MAX_COPIES destinations. A row with more becomes several tokens: itself, and spare ones after the
+last row of its rank. Each has the ranks of whole nodes, unless a node has more than MAX_COPIES ranks, so that a row
+crosses the network once per node.
 
 Shapes: W ranks, M moves.
 """
@@ -25,14 +25,14 @@ from megatron_ep.sequences.plan import Moves, SequencePlan
 
 MAX_COPIES = MAX_TOPK
 
-# What a channel has to do for a row that leaves its rank, over what it has to do for one that stays: a move finds out
-# where that goes, and copies of it are summed like others.
+# The work of a channel for a row that leaves its rank relative to one that stays: for rows with one destination, and
+# for copied rows, whose gradients are summed even where they stay.
 MOVED, COPIED = 16, 2
 
 
 @dataclass
 class SpareTokens:
-    """Tokens from first_token on that are copies of `length` rows from first_row on."""
+    """`length` tokens from first_token on, which are copies of the rows from first_row on."""
 
     first_token: int
     first_row: int
@@ -41,11 +41,11 @@ class SpareTokens:
 
 @dataclass
 class PlanHandles:
-    """A handle for each way that rows go.
+    """The handles of a plan, one for each direction of its rows.
 
-    spare_tokens: of kv, of each rank of this process, in the order of a row's destinations.
+    spare_tokens: spare tokens of kv for each rank of this process, in the order of a row's destinations.
     has_partial_sums: whether some gradients of K and V are summed by another node, or by a spare token, before they
-        are summed here. The same on all ranks.
+        are summed here; equal on all ranks.
     """
 
     q: Handle  # Q, and the gradient of attention's output
@@ -55,7 +55,7 @@ class PlanHandles:
     has_partial_sums: bool
 
     def widens_sums(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of this type are sent in float32: partial sums travel in the rows' own type."""
+        """Returns whether gradients of this dtype are sent in float32, because partial sums have the dtype of rows."""
         return self.has_partial_sums and dtype.itemsize == 2
 
 
@@ -72,10 +72,10 @@ def handles_of(plan: SequencePlan, group: RankGroup) -> PlanHandles:
 
 @dataclass
 class Way:
-    """Moves of a plan as those of tokens: int64 [M].
+    """The moves of a plan as moves of tokens.
 
-    token: the first of each move. column: which of a token's destinations. tokens: int64 [W], of each rank.
-    leaving: see csrc/core/planned_layout.h.
+    token, column: int64 [M], first token of each move, and the index of its destination among those of the token.
+    tokens: int64 [W], tokens of each rank. leaving: see csrc/core/planned_layout.h.
     """
 
     moves: Moves
@@ -89,13 +89,13 @@ class Way:
         return int(self.column.max()) + 1 if len(self.column) else 1
 
     def table(self) -> torch.Tensor:
-        """int32 [M, 6], as csrc/core/planned_layout.h has it."""
+        """Returns the moves as int32 [M, 6], in the columns of csrc/core/planned_layout.h."""
         moves = self.moves
         columns = (moves.src_rank, self.token, moves.length, self.column, moves.dst_rank, moves.dst_row)
         return torch.stack(columns, dim=1).int()
 
     def own_rows(self) -> torch.Tensor:
-        """int64 [W], rows of each rank that stay there."""
+        """Returns int64 [W], the rows of each rank that stay there."""
         moves = self.moves
         stays = moves.src_rank == moves.dst_rank
         return torch.zeros_like(self.tokens).index_add_(0, moves.src_rank[stays], moves.length[stays])
@@ -103,7 +103,7 @@ class Way:
 
 @dataclass
 class Ways:
-    """What `PlanHandles` are made of, of all ranks."""
+    """What `PlanHandles` are made from, for all ranks."""
 
     q: Way
     out: Way
@@ -128,7 +128,7 @@ def ways_of(plan: SequencePlan, topology: Topology) -> Ways:
 
 
 def _as_tokens(moves: Moves, rows: torch.Tensor, ranks_per_node: int) -> tuple[Way, list[list[SpareTokens]]]:
-    """rows: int64 [W], of each rank, before it gets spare tokens."""
+    """Returns moves of rows as moves of tokens, and the spare tokens of each rank. rows: int64 [W], rows per rank."""
     begins = torch.ones(len(moves.src_row), dtype=torch.bool)
     begins[1:] = (moves.src_rank.diff() != 0) | (moves.src_row.diff() != 0)
     first = begins.nonzero()[:, 0]
@@ -151,7 +151,7 @@ def _as_tokens(moves: Moves, rows: torch.Tensor, ranks_per_node: int) -> tuple[W
 
 
 def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
-    """How many of a row's destinations, which are in order, go to each of its tokens."""
+    """Yields the number of destinations of each token of a row. ranks: destinations of the row, ascending."""
     size = 0
     for _, members in itertools.groupby(ranks, lambda rank: rank // ranks_per_node):
         left = len(list(members))
@@ -166,7 +166,7 @@ def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
 
 
 def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
-    """name: by which ranks know that they mean the same."""
+    """Returns the handle of a way. name: identifies plan and direction, so that ranks notice if they differ."""
     topk, table, tokens, own_rows = way.topk, way.table(), way.tokens.int(), way.own_rows()
     epoch = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") or 1
     made_on, ranks = group.live_backend().current_stream(), []
@@ -193,7 +193,7 @@ def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
                 num_tokens=num_tokens,
                 layout=layout,
                 rows=totals.received_rows,
-                counts=layout,  # which nobody asks for
+                counts=layout,  # a placeholder: a plan's counts are not used
                 dst_rows=dst_rows,
                 rail_experts=rail_experts,
                 rail_rows=totals.rail_rows,

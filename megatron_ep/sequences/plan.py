@@ -1,11 +1,11 @@
-"""Which rank computes which attention, and from that where every row of Q, K and V goes.
+"""Defines which rank computes which attention, and from that where every row of Q, K and V goes.
 
-Documents are cut into shards. The rows of a shard lie on its home rank, where the rest of a layer runs; its queries are
-computed on its attention rank. That rank needs K and V of the document from its start to the shard's end: of every rank
-that needs them, a row of K and V goes there once. All ranks have the whole plan, so that none is asked for counts.
+Documents are cut into shards. The rows of a shard are on its home rank, where the rest of a layer runs; its queries are
+computed on its attention rank. That rank needs K and V of the document from its start to the shard's end; a row of K
+and V is sent once to each rank that needs it. All ranks have the whole plan, so no counts are exchanged.
 
-The order of rows is (document, index) everywhere: at home, of the queries that a rank computes, and of the K and V that
-it receives. No place depends on the order in which shards are given or rows arrive.
+Rows are in the order (document, index) everywhere: at home, among the queries that a rank computes, and among the K and
+V that it receives. No position depends on the order in which shards are passed or rows arrive.
 
 Shapes: W ranks, S shards, T rows, N runs of rows, C destinations of a row, G segments of attention.
 """
@@ -32,8 +32,8 @@ Item = TypeVar("Item")
 class Shard:
     """A stretch of a document.
 
-    document: any number from 0. index: which of the document's shards, in order, counted from 0. home_rank: where its
-    rows lie. attention_rank: where its queries are computed. length: rows, may be 0.
+    document: number of the document, at least 0. index: position among the shards of the document, from 0.
+    home_rank: rank that has its rows. attention_rank: rank that computes its queries. length: rows, may be 0.
     """
 
     document: int
@@ -48,10 +48,10 @@ SHARD_VALUES = operator.attrgetter(*SHARD_FIELDS)
 
 
 class Routes(NamedTuple):
-    """Where rows of one rank go, as runs of rows that stay together. All int32.
+    """Destinations of the rows of one rank, for runs of rows that stay together. All int32.
 
-    first_row, length: [N], the rows of each run, in the order of rows; together all rows, each once.
-    dst_rank: [N, C], ascending, -1 behind the last. dst_row: [N, C], where the run's first row goes there, -1 for none.
+    first_row, length: [N], the rows of each run, in order; the runs cover each row once.
+    dst_rank: [N, C], ascending, -1 after the last. dst_row: [N, C], row there of the run's first row, -1 for none.
     """
 
     first_row: torch.Tensor
@@ -60,7 +60,7 @@ class Routes(NamedTuple):
     dst_row: torch.Tensor
 
     def per_row(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dst_rank and dst_row of every row: int32 [T, C], -1 for none."""
+        """Returns dst_rank and dst_row of every row: int32 [T, C], -1 for none."""
         run = torch.repeat_interleave(self.length)
         offset = torch.arange(len(run), dtype=torch.int32) - self.first_row[run]
         rank = self.dst_rank[run]
@@ -71,20 +71,19 @@ class Routes(NamedTuple):
 class RankTables:
     """One rank's part of a plan.
 
-    num_rows: T that are at home here. num_q_rows, num_kv_rows: that arrive here.
-    q, kv: where the rows at home go; of q each has one destination. C of kv is that of the plan.
-    out: where the num_q_rows of attention's output go back to, one destination each; dQ goes the same way, and
-        d(out) that of q.
-    kv_grad: where the num_kv_rows of dK and dV go back to, one destination each, to be summed there over the C copies.
+    num_rows: T, rows at home on this rank. num_q_rows, num_kv_rows: rows that arrive on this rank.
+    q, kv: destinations of the rows at home, one for each row of q. C of kv is `SequencePlan.max_copies`.
+    out: destinations of the num_q_rows of attention's output, one each; dQ takes the same way, and d(out) that of q.
+    kv_grad: destinations of the num_kv_rows of dK and dV, one each; there the C copies are summed.
 
-    A segment is a stretch of queries that follow each other in their document. It attends to a stretch of keys, its
-    context, that begins with the document and ends with the segment's last query: causal from the bottom right, as
-    varlen attention has it where there are more keys than queries.
+    A segment is a stretch of consecutive queries of a document. It attends to a stretch of keys, its context, that
+    begins with the document and ends with the segment's last query: the bottom-right causal mask of varlen attention
+    with more keys than queries.
 
-    cu_seqlens_q, cu_seqlens_k: int32 [G + 1], where segments and their contexts begin. max_seqlen_q, max_seqlen_k: of
-        the longest.
-    context_rows: int64, the received row of each row of the contexts; None where they are the received rows as they
-        lie. Not so if queries of a document are here, others that come between are not, and contexts overlap.
+    cu_seqlens_q, cu_seqlens_k: int32 [G + 1], starts of segments and of their contexts. max_seqlen_q, max_seqlen_k:
+        lengths of the longest.
+    context_rows: int64, received row of each row of the contexts; None if the contexts are the received rows in order.
+        They are not if a rank computes several segments of a document, because their contexts overlap.
     """
 
     num_rows: int
@@ -102,8 +101,8 @@ class RankTables:
 
 
 class Moves(NamedTuple):
-    """Rows of all ranks, as stretches that stay together, and each rank that they go to. int64 [M]; the destinations of
-    a stretch follow each other, by rank."""
+    """Stretches of rows of all ranks, one entry for each destination. int64 [M]; the destinations of a stretch are
+    consecutive, by rank."""
 
     src_rank: torch.Tensor
     src_row: torch.Tensor
@@ -113,9 +112,9 @@ class Moves(NamedTuple):
 
 
 class _Shards(NamedTuple):
-    """int64 [S], in the order of (document, index), none of them empty. home_row, q_row: of the first row there."""
+    """Shards that are not empty, int64 [S], by (document, index). home_row, q_row: position of the first row."""
 
-    document: torch.Tensor  # counted anew, without gaps
+    document: torch.Tensor  # renumbered without gaps
     home_rank: torch.Tensor
     attention_rank: torch.Tensor
     length: torch.Tensor
@@ -124,30 +123,30 @@ class _Shards(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """int64, one entry for each rank that needs K and V of a shard, in the order of (shard, rank)."""
+    """Copies of K and V, int64, one entry for each rank that needs a shard, by (shard, rank)."""
 
     shard: torch.Tensor
     rank: torch.Tensor
-    row: torch.Tensor  # the first one there
-    column: torch.Tensor  # which of the shard's copies
+    row: torch.Tensor  # first row on that rank
+    column: torch.Tensor  # index among the copies of the shard
 
 
 class _Segments(NamedTuple):
-    """int64 [G] of all ranks, in the order of (document, index)."""
+    """Segments of all ranks, int64 [G], by (document, index)."""
 
     rank: torch.Tensor
     q_rows: torch.Tensor
     kv_rows: torch.Tensor
-    kv_row: torch.Tensor  # where the context begins among the received rows
+    kv_row: torch.Tensor  # first received row of the context
 
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
-    """Made by `build`, and the same on every rank.
+    """The moves of all ranks, made by `build`; equal on every rank.
 
     world: W.
-    q_rows, kv_rows: int64 [W, W], rows of Q, and of K and V, from each home rank (first) to each other and itself.
-    max_copies: C, the most ranks that a row of K and V goes to.
+    q_rows, kv_rows: int64 [W, W], rows of Q, and of K and V, from each home rank (first index) to each rank.
+    max_copies: C, the largest number of ranks that a row of K and V goes to.
     attention_pairs: int64 [W], (query, key) pairs of causal attention that each rank computes. A pair is 4 D operations
         of a query head forward, with D its width.
     """
@@ -163,9 +162,10 @@ class SequencePlan:
 
     @classmethod
     def build(cls, shards: Iterable[Shard], world: int) -> SequencePlan:
-        """
+        """Builds the plan.
+
         Args:
-            shards: of all ranks and documents, in any order. The indices of a document's shards are 0, 1, 2 and so on.
+            shards: shards of all ranks and documents, in any order. The indices in a document are 0, 1, 2 and so on.
             world: W.
 
         Raises:
@@ -192,32 +192,28 @@ class SequencePlan:
         )
 
     def q_moves(self) -> Moves:
-        """Moves of Q, from home to attention."""
+        """Returns the moves of Q from home to attention ranks."""
         shards = self._shards
         return Moves(shards.home_rank, shards.home_row, shards.length, shards.attention_rank, shards.q_row)
 
     def kv_moves(self) -> Moves:
-        """Moves of K and V."""
+        """Returns the moves of K and V."""
         shards, copies = self._shards, self._copies
         of = copies.shard
         return Moves(shards.home_rank[of], shards.home_row[of], shards.length[of], copies.rank, copies.row)
 
     def digest(self) -> bytes:
-        """Digest by which ranks check that they have the same plan."""
+        """Returns a digest by which ranks check that they have the same plan."""
         shards = torch.stack(self._shards).numpy().tobytes()
         return hashlib.blake2b(shards, digest_size=16).digest()
 
     def of_rank(self, rank: int) -> RankTables:
-        """The tables of a rank, on the CPU.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Returns the tables of a rank, on the CPU. Raises ValueError if rank is not in [0, W)."""
         require_int("rank", rank, 0, self.world - 1)
         shards, copies = self._shards, self._copies
         home = (shards.home_rank == rank).nonzero()[:, 0]
         here = (shards.attention_rank == rank).nonzero()[:, 0]
-        received = (copies.rank == rank).nonzero()[:, 0]  # in the order of shards, as they lie
+        received = (copies.rank == rank).nonzero()[:, 0]  # in the order of shards, which is that of received rows
         source = copies.shard[received]
         sent = (shards.home_rank[copies.shard] == rank).nonzero()[:, 0]
         run = torch.searchsorted(home, copies.shard[sent])
@@ -227,7 +223,7 @@ class SequencePlan:
         segments = _Segments(*(column[self._segments.rank == rank] for column in self._segments))
         cu_seqlens_k = _starts(segments.kv_rows)
         num_kv_rows = int(self.kv_rows[:, rank].sum())
-        # Contexts of one document would overlap; those of different ones lie as they were received.
+        # Contexts of one document overlap; otherwise they are the received rows in order.
         context_rows = None
         if int(cu_seqlens_k[-1]) != num_kv_rows:
             moved = segments.kv_row - cu_seqlens_k[:-1]
@@ -251,7 +247,7 @@ class SequencePlan:
 
 
 def shards_of_distca(plan: Iterable[Iterable[Any]]) -> list[Shard]:
-    """The shards of a plan as DistCA's scheduler gives it: a list of documents, each a list of objects with the fields
+    """Returns the shards of a plan from DistCA's scheduler: a list of documents, each a list of objects with the fields
     of its ShardInfo: rid (the home rank), dispatch_rid (the attention rank), logical_sid (the index), shard_len."""
     return [
         Shard(document, info.logical_sid, info.rid, info.dispatch_rid, info.shard_len)
@@ -261,18 +257,14 @@ def shards_of_distca(plan: Iterable[Iterable[Any]]) -> list[Shard]:
 
 
 def listed(name: str, values: Iterable[Item]) -> list[Item]:
-    """A list of the values, which may come from a generator.
-
-    Raises:
-        ValueError: there are none to come from it.
-    """
+    """Returns the values, which may come from a generator, as a list. Raises ValueError if they are not iterable."""
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} is {values!r}, must be a list")
     return list(values)
 
 
 def causal_pairs(first: Position, end: Position) -> Position:
-    """(query, key) pairs of the queries from place `first` to before `end` of a document."""
+    """Returns the (query, key) pairs of the queries in [first, end) of a document."""
     return (end - first) * (first + end + 1) // 2
 
 
@@ -323,7 +315,7 @@ def _in_order(shards: Sequence[Shard], world: int) -> _Shards:
 
 
 def _copies(shards: _Shards, world: int) -> _Copies:
-    """A rank needs a document's shards up to the last one that it computes queries of."""
+    """Returns the copies of K and V: a rank needs a document's shards up to the last one whose queries it computes."""
     documents = len(torch.unique_consecutive(shards.document))
     position = torch.arange(len(shards.length))
     pairs, pair = torch.unique(shards.attention_rank * documents + shards.document, return_inverse=True)
@@ -356,7 +348,7 @@ def _segments(shards: _Shards, copies: _Copies, world: int) -> _Segments:
 
 
 def _require_rows(rank: torch.Tensor, rows: torch.Tensor, world: int, refusal: str) -> None:
-    """Raises ValueError for the rank with most rows, if it has too many. refusal: with places for {rank} and {rows}."""
+    """Raises ValueError for the rank with most rows if it has too many. refusal: template with {rank} and {rows}."""
     most, where = _sums(rank, rows, world).max(0)
     if int(most) > MAX_ROWS:
         raise ValueError(f"{refusal.format(rank=int(where), rows=int(most))}, must be at most {MAX_ROWS}")
@@ -371,7 +363,7 @@ def _single(first_row: torch.Tensor, length: torch.Tensor, dst_rank: torch.Tenso
 
 
 def _places(group: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Where each stretch begins if those of a group lie one behind the other in the order given."""
+    """Returns the start of each stretch if the stretches of a group are concatenated in the given order."""
     order = group.argsort(stable=True)
     start = _starts(length[order])[:-1]
     in_order = group[order]
@@ -381,7 +373,7 @@ def _places(group: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(length: torch.Tensor) -> torch.Tensor:
-    """Where each of so many stretches begins, and where the last one ends."""
+    """Returns the starts of concatenated stretches, and the end of the last one."""
     return torch.nn.functional.pad(length.cumsum(0), (1, 0))
 
 

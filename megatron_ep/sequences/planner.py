@@ -1,12 +1,12 @@
-"""Which rank computes which attention, so that all ranks have equally much to do and few rows are moved.
+"""Decides which rank computes which attention, so that the work of ranks is equal and few rows are moved.
 
-Attention begins where rows are at home. Ranks with more than the mean give of it, the one with most first, of its
-longest shards first; the rank with least takes. What is given is the end of a shard, cut at a multiple of a block: the
-last queries of a document have the most keys, so that few of them are much work. No rank comes to have more than the
-mean by taking, and the same shards give the same plan.
+At first every rank computes its own rows. Ranks above the mean give work away, the one with most first, from its
+longest shards; the rank with least work takes it. A rank gives the end of a shard, cut at a multiple of a block,
+because the last queries of a document have the most keys: few of them are much work. Taking never lifts a rank above
+the mean, and equal shards give equal plans.
 
 For 10,000 documents on 512 ranks `balance` takes 70 ms of a core, and `SequencePlan.build` of its result 20 ms (an AMD
-EPYC, two cores, busy with other work); either up to 150 ms more if Python collects garbage meanwhile.
+EPYC, two cores, busy with other work); either takes up to 150 ms more if Python collects garbage meanwhile.
 `megatron-ep sequences LENGTHS --ranks 512` prints both.
 """
 
@@ -25,12 +25,12 @@ import torch
 from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard, causal_pairs, listed
 
-BLOCK = 128  # rows: a tile of common attention kernels, which a cut elsewhere would leave half empty
+BLOCK = 128  # rows of a tile of common attention kernels: other cuts leave tiles partly empty
 MAX_BYTES = (1 << 63) - 1
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a row of Q, of K and V together, and of attention's output."""
+    """The bytes of a row of Q, of K and V together, and of attention's output."""
 
     q: int
     kv: int
@@ -41,8 +41,8 @@ ONE_EACH = RowBytes(1, 1, 1)  # counts rows
 
 
 def cut_evenly(lengths: Iterable[int], world: int) -> list[Shard]:
-    """Documents of these lengths one behind the other, cut into W stretches of equally many rows (the last may have
-    fewer, or none), each at home on a rank, which also computes its attention.
+    """Cuts concatenated documents of these lengths into W stretches with equal numbers of rows (the last may have fewer
+    or none). Rank r is home and attention rank of stretch r.
 
     Raises:
         ValueError: names the length that is wrong.
@@ -63,8 +63,8 @@ def cut_evenly(lengths: Iterable[int], world: int) -> list[Shard]:
 
 
 def bytes_between(plan: SequencePlan, row_bytes: RowBytes) -> torch.Tensor:
-    """int64 [W, W], bytes that each rank (first) sends to each other in a forward pass; 0 to itself. A backward pass
-    sends the output's gradient as Q, and those of Q, K and V back."""
+    """Returns int64 [W, W], the bytes that each rank (first index) sends to each other in a forward pass, 0 to itself.
+    A backward pass sends the gradient of the output as Q, and those of Q, K and V back."""
     moved = plan.q_rows * row_bytes.q + plan.kv_rows * row_bytes.kv + plan.q_rows.T * row_bytes.out
     return moved.fill_diagonal_(0)
 
@@ -77,15 +77,15 @@ def balance(
     row_bytes: RowBytes = ONE_EACH,
     max_bytes: int | None = None,
 ) -> list[Shard]:
-    """Cuts the same documents, at the same homes, into shards whose attention ranks share the work.
+    """Cuts the documents into shards whose attention ranks share the work. Home ranks are kept.
 
     Args:
-        shards: as for `SequencePlan.build`; their attention ranks do not matter. Empty ones are left out.
+        shards: see `SequencePlan.build`; their attention ranks are ignored. Empty ones are dropped.
         world: W.
-        block: cuts are made at multiples of so many rows of a document.
-        row_bytes: what max_bytes counts.
-        max_bytes: no rank sends more than this in a forward pass, or receives more (`bytes_between`), unless it does
-            where all attention is computed at home. None: no bound.
+        block: rows of a document whose multiples are the possible cuts.
+        row_bytes: bytes per row, for max_bytes.
+        max_bytes: bytes that a rank may send, and may receive, in a forward pass (`bytes_between`). A rank exceeds them
+            only if it does with all attention computed at home. None: no bound.
 
     Raises:
         ValueError: a wrong argument; names the shard that is wrong.
@@ -110,7 +110,7 @@ def balance(
         if stretch.home in to_give:
             to_give[stretch.home].append(stretch)
     for giver in sorted(to_give, key=lambda rank: -load[rank]):
-        full = []  # takers that can receive no more of what this rank has
+        full = []  # takers that can receive nothing more from this rank
         for stretch in sorted(to_give[giver], key=lambda stretch: -stretch.pairs(stretch.start)):
             while takers and load[giver] > mean and stretch.start < stretch.end:
                 taker = takers[0][1]
@@ -118,7 +118,7 @@ def balance(
                 max_pairs = min(load[giver] - mean, mean - load[taker])
                 cut = max(stretch.cut(by_giver, block), stretch.cut_by_pairs(max_pairs, block))
                 if cut == stretch.end:
-                    break  # and nobody takes it, for no rank has more room than the first
+                    break  # no other rank has more room than the first taker
                 cut = max(cut, stretch.cut(by_taker, block))
                 if cut == stretch.end:
                     if not traffic.may_fit(stretch, block):
@@ -140,7 +140,7 @@ def balance(
 
 
 def computed_at_home(shards: Iterable[Shard]) -> list[Shard]:
-    """The shards with their home ranks as attention ranks. What is no `Shard` is left to `SequencePlan.build`."""
+    """Returns the shards with their home ranks as attention ranks. `SequencePlan.build` refuses what is not a Shard."""
     return [
         Shard(shard.document, shard.index, shard.home_rank, shard.home_rank, shard.length)
         if isinstance(shard, Shard)
@@ -151,8 +151,8 @@ def computed_at_home(shards: Iterable[Shard]) -> list[Shard]:
 
 @dataclass
 class _Stretch:
-    """Rows of a document that are at home together. end: of those that are computed there, too. given: (end, rank) of
-    the pieces that were given away, the last one first."""
+    """Consecutive rows of a document with one home rank. end: end of the rows that the home rank computes. given: (end,
+    rank) of the pieces that were given away, the last one first."""
 
     document: int
     start: int
@@ -162,15 +162,15 @@ class _Stretch:
     given: Sequence[tuple[int, int]] = ()
 
     def pairs(self, cut: int) -> int:
-        """(query, key) pairs of the rows from `cut` on."""
+        """Returns the (query, key) pairs of the rows from `cut` on."""
         return causal_pairs(cut, self.end)
 
     def cut(self, max_rows: int, block: int) -> int:
-        """Where to cut so that at most so many rows are behind."""
+        """Returns the first cut with at most max_rows rows after it."""
         return self._at_block(self.end - max(0, max_rows), block)
 
     def cut_by_pairs(self, most: int, block: int) -> int:
-        """Where to cut so that the rows behind have at most so many pairs."""
+        """Returns the first cut after which the rows have at most `most` pairs."""
         before = self.end * (self.end + 1) - 2 * most  # twice the pairs of the rows before
         if before <= 0:
             return self.start
@@ -187,20 +187,20 @@ class _Stretch:
 
 
 class _Traffic:
-    """Bytes that every rank sends and receives. What a rank that gives no longer needs is not taken off."""
+    """The bytes that every rank sends and receives. Rows that a giving rank no longer needs are still counted."""
 
     def __init__(self, at_home: SequencePlan, stretches: list[_Stretch], row_bytes: RowBytes, max_bytes: int) -> None:
         moved = bytes_between(at_home, row_bytes)
         self._sent, self._received = moved.sum(1).tolist(), moved.sum(0).tolist()
         self._row_bytes, self._max_bytes = row_bytes, max_bytes
         self._of_document = defaultdict[int, list[_Stretch]](list)
-        self._context: dict[tuple[int, int], int] = {}  # (document, rank): so many of its first rows have gone there
+        self._context: dict[tuple[int, int], int] = {}  # (document, rank): leading rows that the rank receives
         for stretch in stretches:
             self._of_document[stretch.document].append(stretch)
 
     def max_rows(self, stretch: _Stretch, taker: int) -> tuple[int, int]:
-        """How many rows of a stretch's end may be given: as far as the ranks that have them are concerned, and the one
-        that takes them."""
+        """Returns how many rows of a stretch's end may be given within the bounds of the ranks that send them, and
+        within those of the taker."""
         size, giver = self._row_bytes, stretch.home
         context = self._new_context(stretch, taker)
         to_send = self._max_bytes - self._sent[giver] - context.get(giver, 0)
@@ -211,7 +211,7 @@ class _Traffic:
         return by_giver, min(to_receive // size.q, (self._max_bytes - self._sent[taker]) // size.out)
 
     def may_fit(self, stretch: _Stretch, block: int) -> bool:
-        """Whether a rank with no other traffic could compute the last block."""
+        """Returns whether a rank with no other traffic could compute the last block."""
         size = self._row_bytes
         return stretch.end * size.kv + block * size.q <= self._max_bytes and block * size.out <= self._max_bytes
 
@@ -228,12 +228,12 @@ class _Traffic:
         self._context[key] = max(self._context.get(key, 0), stretch.end)
 
     def _new_context(self, stretch: _Stretch, taker: int) -> dict[int, int]:
-        """Bytes of K and V that the stretch's last row needs and the rank does not have, by where they are at home."""
+        """Returns the bytes of K and V that the stretch's last row needs and the taker lacks, by home rank."""
         needed: dict[int, int] = {}
         there = self._context.get((stretch.document, taker), 0)
         for source in self._of_document[stretch.document]:
             if source.home == taker:
-                there = max(there, source.whole_end)  # which it needs for its own rows
+                there = max(there, source.whole_end)  # the taker needs these for its own rows
         for source in self._of_document[stretch.document]:
             rows = min(source.whole_end, stretch.end) - max(source.start, there)
             if rows > 0:
@@ -242,7 +242,7 @@ class _Traffic:
 
 
 def _stretches(shards: Sequence[Shard]) -> list[_Stretch]:
-    """In the order of (document, index)."""
+    """Returns the stretches of shards that are not empty, by (document, index)."""
     stretches, row = [], defaultdict[int, int](int)
     for shard in sorted(sorted(shards, key=attrgetter("index")), key=attrgetter("document")):
         if shard.length:

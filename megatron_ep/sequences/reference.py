@@ -1,7 +1,7 @@
-"""The specification: what moving Q, K and V by a plan yields, for all ranks at once, in plain torch.
+"""The specification of moving Q, K and V by a plan, for all ranks at once, in plain torch.
 
-Lists have one entry per rank. A row may have any shape and dtype. All of it can be differentiated by torch; what the
-gradients of K and V are to the last bit says `sum_copies`.
+Lists have one entry per rank. A row may have any shape and dtype. All functions are differentiable; `sum_copies` gives
+the gradients of K and V to the last bit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_ep.sequences.plan import RankTables, Routes, SequencePlan
 def dispatch(
     q: list[torch.Tensor], k: list[torch.Tensor], v: list[torch.Tensor], plan: SequencePlan
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """q, k and v, [T, ...] on the home ranks, to the rows that arrive on the attention ranks: [num_q_rows, ...] and
-    twice [num_kv_rows, ...] of `RankTables`."""
+    """Takes q, k and v, [T, ...] on the home ranks; returns the rows that arrive on the attention ranks,
+    [num_q_rows, ...] and twice [num_kv_rows, ...] of `RankTables`."""
     tables = [plan.of_rank(rank) for rank in range(plan.world)]
     q_routes, kv_routes = [table.q for table in tables], [table.kv for table in tables]
     num_kv_rows = [table.num_kv_rows for table in tables]
@@ -31,20 +31,20 @@ def dispatch(
 
 
 def combine(out: list[torch.Tensor], plan: SequencePlan) -> list[torch.Tensor]:
-    """out, [num_q_rows, ...] on the attention ranks, to the home ranks: [T, ...]."""
+    """Takes out, [num_q_rows, ...] on the attention ranks; returns it on the home ranks, [T, ...]."""
     tables = [plan.of_rank(rank) for rank in range(plan.world)]
     return _move(out, [table.out for table in tables], [table.num_rows for table in tables])
 
 
 def sum_copies(grad: list[torch.Tensor], plan: SequencePlan, ranks_per_node: int | None = None) -> list[torch.Tensor]:
-    """Gradients of the rows of K, or V, that arrived, [num_kv_rows, ...], to those of the rows at home, [T, ...].
+    """Takes gradients of the rows of K, or V, that arrived, [num_kv_rows, ...]; returns those at home, [T, ...].
 
-    The sum over a row's copies: in float32 (float64 for float64), in the order of the ranks that have them, rounded
-    once. The copies on another node than home are summed among themselves first; their sum takes the place of the first
-    of them. More than 32 copies are summed 32 at a time, or fewer so that no node is cut that has no more, and then
-    these sums.
+    The copies of a row are summed in float32 (float64 for float64), in the order of the ranks that have them, and
+    rounded once. The copies on another node than home are summed among themselves first; their sum takes the place of
+    the first of them. More than 32 copies are summed in parts of at most 32, in which nodes of at most 32 copies stay
+    whole, and then these sums.
 
-    ranks_per_node: None: all ranks are one node.
+    ranks_per_node: ranks of a node. None: all ranks are one node.
     """
     on_node, most = ranks_per_node or plan.world, MAX_TOPK
     wide = torch.float64 if grad[0].dtype == torch.float64 else torch.float32
@@ -79,9 +79,9 @@ def sum_copies(grad: list[torch.Tensor], plan: SequencePlan, ranks_per_node: int
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RankTables) -> torch.Tensor:
-    """Causal attention of one rank's segments, [num_q_rows, heads, width of v].
+    """Returns causal attention of one rank's segments, [num_q_rows, heads, width of v].
 
-    q [num_q_rows, heads, D], k [num_kv_rows, KV heads, D] and v [num_kv_rows, KV heads, width] as dispatch gives them;
+    q [num_q_rows, heads, D], k [num_kv_rows, KV heads, D] and v [num_kv_rows, KV heads, width] are results of dispatch;
     heads are a multiple of KV heads. Scores are divided by the square root of D.
     """
     if tables.context_rows is not None:
@@ -98,7 +98,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RankTab
 
 
 def _move(rows: list[torch.Tensor], routes: list[Routes], num_received: list[int]) -> list[torch.Tensor]:
-    """Rows to every place that their routes name."""
+    """Copies rows to all destinations in their routes."""
     all_rows, per_row = torch.cat(rows), [route.per_row() for route in routes]
     rank, place = (torch.cat(columns) for columns in zip(*per_row, strict=True))
     received = []
