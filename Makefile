@@ -25,13 +25,12 @@ PYTEST_N = -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) $(PYTEST_ARGS)
-ifndef PYTEST_ARGS # torch takes its kernels by the CPU: what compares floating-point results must hold with the plainest too
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m "numerical and not nightly"
-endif
 
-# What `make test` leaves out; CONTRIBUTING.md names it. About an hour on two cores.
+# What `make test` leaves out; CONTRIBUTING.md names it. About an hour on two cores. Torch takes its kernels by the CPU:
+# what compares floating-point results must hold with the plainest, too.
 nightly: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) -m nightly
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m numerical
 
 # A warning is an error: a link that leads nowhere, a docstring that does not parse.
 docs: $(VENV)/stamp-docs ## the site, build/site/index.html

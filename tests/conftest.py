@@ -18,18 +18,16 @@ from gpu_turns import turn
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
 LONGEST = (
-    "test_train_run.py",
     "test_ctest.py",
+    "test_train_run.py",
     "test_pretrain.py",
     "test_package.py",
-    "test_examples.py",
     "test_script_recipe.py",
     "test_loss_curve.py",
-    "test_stalled_rank.py",
-    "test_transfer.py",
     "test_build.py",
+    "test_transfer.py",
+    "test_check_network.py",
     "test_binding_threads.py",
-    "test_host_work.py",
 )
 
 torch.set_num_threads(1)  # the tensors are small: threads of torch's own would mostly wait for each other

@@ -3,9 +3,10 @@
 import cpp
 import pytest
 
-LABELS = ["numbering", "send_queue", "cuda_host", "simt", "schedules", "steps"]
+LABELS = ["numbering", "send_queue", "cuda_host", "simt", "schedules"]
+NIGHTLY = ["steps", "nightly"]
 
 
-@pytest.mark.parametrize("label", [*LABELS, pytest.param("nightly", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("label", [*LABELS, *(pytest.param(label, marks=pytest.mark.nightly) for label in NIGHTLY)])
 def test_cpp(label: str) -> None:
     cpp.run_tests(label)

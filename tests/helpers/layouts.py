@@ -36,8 +36,10 @@ class Layout:
         return self.parallel.split() + self.model.split()
 
 
-# A few that combine much, for every day; those of `ALL` take minutes.
-FEW = {
+BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+ALL = {
     "TP 2, ETP 2, EP 2, sequence parallel": Layout(
         4,
         f"{TP2} {EP2} --expert-tensor-parallel-size 2",
@@ -52,11 +54,6 @@ FEW = {
     "EP 4, distributed optimizer, fused sigmoid router with padding": Layout(
         4, f"{EP4} {DISTRIBUTED} {PADDED}", SIGMOID, ep_flags=("--ep-router", "fused"), equal_to=("single",)
     ),
-}
-BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
-OVERLAP = "--overlap-moe-expert-parallel-comm"
-PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-ALL = FEW | {
     "EP 2": Layout(2, EP2),
     "EP 4": Layout(4, EP4),
     "EP 8": Layout(8, "--expert-model-parallel-size 8"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from layouts import ADAM, ALL, FEW, MODEL, Layout
+from layouts import ADAM, ALL, MODEL, Layout
 from public_flags import PUBLIC
 from script_ranks import STALLED, Scripts
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-FEW_PUBLIC = ("bridge/qwen3_30b_blackwell",)  # the others: nightly
+FEW = ("TP 2, ETP 2, EP 2, sequence parallel",)  # the others: nightly
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
 CONTINUE = (*SAVE, "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "2")
 
@@ -130,7 +130,7 @@ def check_layout(runs, name, layout):
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_few_layouts(runs, name):
-    check_layout(runs, name, FEW[name])
+    check_layout(runs, name, ALL[name])
 
 
 @pytest.mark.nightly
@@ -154,20 +154,16 @@ def check_public(runs, name):
     check_records(ours, theirs, 2e-4 if own == "allgather" else 2e-5)  # which adds bf16 parts in another order
 
 
-@pytest.mark.parametrize("name", FEW_PUBLIC)
-def test_a_few_public_scripts(runs, name):
-    check_public(runs, name)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host and name not in FEW_PUBLIC])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host])
 def test_every_public_script(runs, name):
     check_public(runs, name)
 
 
+@pytest.mark.nightly
 def test_routing_is_recorded(runs):
     """Layers of every stage by their number in the model, once with recompute, and the rows that experts got."""
-    layout = FEW["PP 2, VPP 2, EP 2, full recompute"]
+    layout = ALL["PP 2, VPP 2, EP 2, full recompute"]
     directory = runs.out / "trace"
     ranks = runs.train("traced", layout, ("--ep-trace", str(directory)))
     found = trace.read(directory)
@@ -188,6 +184,7 @@ def test_routing_is_recorded(runs):
             assert sorted(of_rank) == sorted(ranks[rank]["rows"])
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):
     """Bit for bit, in both directions, optimizer and random states included. (EP changes in every layout above.)"""
     flags = (*MODEL.split(), *ADAM.split(), "--save-interval", "1000", "--override-opt_param-scheduler")
@@ -218,6 +215,7 @@ def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):
             assert torch.equal(value, saved[1][key]), key
 
 
+@pytest.mark.nightly
 def test_nothing_is_kept_of_a_backward_pass_that_failed(runs):
     """With Megatron's check for NaN off; the run goes on from what was saved before."""
     flags = (*MODEL.split(), *ADAM.split(), "--expert-model-parallel-size", "2", "--save-interval", "1")

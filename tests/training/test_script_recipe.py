@@ -185,6 +185,7 @@ def test_the_settings_of_pretrain(setting, value):
     assert pretrain._checked(parsed)[1] == {"num_sms": 24, setting: value}
 
 
+@pytest.mark.nightly
 def test_train_runs_the_script_in_all_ranks(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)

@@ -79,6 +79,7 @@ def test_a_resumed_run_continues_bit_for_bit(trained, run, tmp_path):
     assert (out / "loss.png").exists()
 
 
+@pytest.mark.nightly
 def test_resuming_something_else_names_the_difference(trained, cache):
     out, _ = trained
     process = start(cache, out, "--resume", "--set", "train.seed=7", "--set", "topology.nodes=1")
@@ -99,6 +100,7 @@ def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, ru
         assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     out, before = tmp_path / "run", shared_memory.names()
     process = start(cache, out, "--set", "topology.nodes=1")
@@ -114,6 +116,7 @@ def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     out, before = tmp_path / "run", shared_memory.names()
     process = start(cache, out, "--set", "topology.nodes=1")
