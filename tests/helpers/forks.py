@@ -55,6 +55,8 @@ class Fork:
         self.stdout, self.stderr = (os.fdopen(os.dup(pipe[0].fileno())) for pipe in pipes[1:])
         for _, end in pipes:
             fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        if log is not None:
+            log.touch()  # for those who read it before the program runs
         ends = (pipes[0][0], pipes[1][1], pipes[2][1])
         program = (self.args, dict(os.environ if environment is None else environment), cwd or Path.cwd(), before)
         self._process = _context.Process(target=_become, args=(*program, ends, log), daemon=True)

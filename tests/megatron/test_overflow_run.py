@@ -16,7 +16,10 @@ TREES = [
     if "check_required_capacity" in (tree / "megatron/core/transformer/moe/token_dispatcher.py").read_text()
 ]
 LACK = None if TREES else f"no Megatron-LM of 0.20 or later, such as main, in {megatron_trees.CACHE}"
-pytestmark = pytest.mark.needs(LACK if TREES or not megatron_trees.LACK_ALL else megatron_trees.LACK_ALL)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.needs(LACK if TREES or not megatron_trees.LACK_ALL else megatron_trees.LACK_ALL),
+]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)

@@ -16,7 +16,7 @@ import forks
 import machines
 import pytest
 import torch.distributed as dist
-from test_verbs import cards_with
+from cards import cards_with
 
 from megatron_ep import megatron as megatron_side
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
@@ -224,7 +224,7 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
         return examine_cards(library, [{}, {}], wanted)
 
 
-@pytest.mark.parametrize("wanted", ["", "ibgda"])
+@pytest.mark.parametrize("wanted", [pytest.param("", marks=pytest.mark.nightly), "ibgda"])
 def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
     for text, status in ranks.run(examine_own_queues, library, wanted, False):
         assert status == 0 and "FAIL" not in text, text
@@ -234,6 +234,7 @@ def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
         assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
 
 
+@pytest.mark.nightly
 def test_own_queues_that_one_machine_lacks(ranks, library):
     for text, status in ranks.run(examine_own_queues, library, "", True):
         assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs  # not where" in text, text
@@ -248,6 +249,7 @@ def test_the_wrong_card_is_named_and_left_out(ranks, library):
         assert re.search(r"export MEGATRON_EP_FABRIC=verbs  #.*\n    export MEGATRON_EP_CARDS=fake_1:1\n", text), text
 
 
+@pytest.mark.nightly
 def test_a_slow_card_is_named_and_left_out(ranks, library):
     for text, status in ranks.run(examine_cards, library, [dict(slow=1), {}], "verbs", network_report.SLOW):
         faults = [line for line in text.splitlines() if line.startswith("FAIL")]

@@ -5,40 +5,25 @@ what the ranks have written into its rings: no real one has been seen."""
 from unittest import mock
 
 import pytest
-import test_tcp
 import test_verbs
 import torch
 import torch.distributed as dist
+from cards import cards_with, use_library
 from forced_machines import machines_of
-from test_verbs import buffer_of, cards_with, library, own_library  # noqa: F401
+from over_networks import W, run_layers, run_low_latency
+from test_verbs import buffer_of, library, own_library  # noqa: F401
 
 import megatron_ep as ep
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
 from megatron_ep.tools.local_ranks import LocalRanks
 
-W = test_tcp.W
-
 
 @pytest.fixture(scope="module")
 def ranks(library):  # noqa: F811
     with LocalRanks(W, 120) as ranks:
-        ranks.run(use_libraries, library)
+        ranks.run(use_library, library, "ibgda")
         yield ranks
-
-
-def use_libraries(path: str) -> None:
-    verbs.LIBRARY = verbs.MLX5_LIBRARY = path
-
-
-@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
-def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
-    ranks.run(test_verbs.run_late, "ibgda", test_tcp.run_layers, per_machine, per_node, stripes)
-
-
-@pytest.mark.parametrize("per_machine", [1, 2])
-def test_the_low_latency_mode(ranks, per_machine):
-    ranks.run(test_verbs.run_late, "ibgda", test_tcp.run_low_latency, per_machine)
 
 
 def run_carried() -> bool:
@@ -60,39 +45,6 @@ def run_carried() -> bool:
 
 def test_no_row_goes_over_tcp(ranks):
     assert not any(ranks.run(run_carried))
-
-
-# ---- what goes wrong
-
-
-def test_a_failure_is_heard_on_every_machine(ranks):
-    for text in ranks.run(test_tcp.run_with_one_that_goes, "refuses", "ibgda"):
-        assert text.startswith("rank 3 refused its arguments")
-
-
-def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
-    for text in ranks.run(test_verbs.run_until_broken, "ibgda", dict(silent_after=0)):
-        assert text.startswith("the connection to rank"), text
-        assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
-
-
-def test_a_card_that_refuses_ends_all_waits(ranks):
-    for text in ranks.run(test_verbs.run_until_broken, "ibgda", dict(refused_after=0)):
-        assert text.startswith("the connection to rank") and "broke: fake_0 port 1 (10.99.0.1)" in text, text
-
-
-@pytest.mark.parametrize(
-    ("facts", "what"),
-    [
-        (dict(mlx5=0), "fake_0 port 1 (RoCE): it is no card of the driver mlx5 on rank 2"),
-        (dict(down=1), "fake_0 port 1 (RoCE): it is down on rank 2"),
-        (dict(stride=128), "its driver keeps queues in another form than mlx5's on rank 2"),
-        (dict(network=9), "10.99.9.1"),
-    ],
-)
-def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
-    for text in ranks.run(test_verbs.run_refused, "ibgda", facts):
-        assert what in text
 
 
 # ---- which fabric
@@ -123,12 +75,6 @@ def test_the_cards_own_queues_come_first(ranks):
     assert set(ranks.run(test_verbs.run_choice, {}, "verbs")) == {"verbs"}
 
 
-def test_one_line_at_the_start_names_fabric_and_card(ranks):
-    [line], *others = ranks.run(test_verbs.run_said, "ibgda")
-    assert "fabric: ibgda (host backend on 4 machines, MEGATRON_EP_FABRIC says so; rank 0 has fake_0 port 1);" in line
-    assert not any(others)
-
-
 @pytest.mark.usefixtures("own_library")
 def test_report(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
@@ -152,8 +98,8 @@ def test_report(monkeypatch):
 def run_several_cards(seed: int) -> list[str]:
     """Each rank has two cards."""
     with cards_with(devices=2, seed=seed + dist.get_rank()):
-        test_tcp.run_layers(1, 1, "", "ibgda")
-        test_tcp.run_low_latency(1, "ibgda")
+        run_layers(1, 1, "", "ibgda")
+        run_low_latency(1, "ibgda")
         with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
             return buffer._group._network.cards()
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
+from forced_machines import machines_of
+from over_networks import W, inputs, layer, run_low_latency
 from relay import Conditions, relayed
-from test_tcp import W, inputs, layer, machines_of, run_low_latency
 
 import megatron_ep as ep
 from megatron_ep.tools.local_ranks import LocalRanks

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from forced_machines import machines_of
 from forks import RANK_ENVIRONMENT, Fork
+from over_networks import W, inputs, run_layers, run_low_latency
 from process_cases import SIZES, check_cases
 from waits import within
 
@@ -30,8 +31,6 @@ from megatron_ep.fabrics import choice, tcp
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.tools.local_ranks import LocalRanks
 
-W = 4
-
 
 @pytest.fixture(scope="module")
 def ranks():
@@ -39,50 +38,8 @@ def ranks():
         yield ranks
 
 
-def inputs(hidden: int, dtype: torch.dtype, tokens=(37, 0, 1, 130)):
-    generator = torch.Generator().manual_seed(hidden)
-    x = [torch.randn(t, hidden, generator=generator).to(dtype) for t in tokens]
-    ids = [torch.rand(t, 16, generator=generator).topk(3, dim=1).indices for t in tokens]
-    weights = [torch.rand(t, 3, generator=generator, dtype=torch.float64) for t in tokens]
-    wide = dtype == torch.float64
-    return x, ids, weights if wide else [w.float() for w in weights]
-
-
-def layer(buffer, x, ids, weights):
-    """Dispatch, something nonlinear, combine, and both backward passes."""
-    lists = isinstance(x, list)
-    leaves = [t.clone().requires_grad_() for t in (x if lists else [x])]
-    scales = [t.clone().requires_grad_() for t in (weights if lists else [weights])]
-    one = (lambda items: items) if lists else (lambda items: items[0])
-    rows = ep.dispatch(one(leaves), ids, one(scales), buffer=buffer)
-    out = [r.tanh() for r in rows.x] if lists else rows.x.tanh()
-    y = ep.combine(out, rows.handle, weights=rows.probs)
-    sum(part.double().square().sum() for part in (y if lists else [y])).backward()
-    return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
-
-
-def run_layers(per_machine: int, per_node: int, stripes: str, fabric: str = "tcp") -> None:
-    rank = dist.get_rank()
-    topology = ep.Topology(W // per_node, per_node)
-    with machines_of(per_machine, fabric), mock.patch.dict(os.environ, {tcp.STRIPES: stripes}):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
-        assert buffer.fabric == fabric and buffer._group.spans_machines
-        for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
-            x, ids, weights = inputs(hidden, dtype)
-            config = ep.Config(num_experts=16)
-            with ep.LocalCluster(topology.nodes, per_node, config) as cluster:
-                expected = [parts[rank] for parts in layer(cluster, x, ids, weights)]
-            for _ in range(2):
-                found = layer(buffer, x[rank], ids[rank], weights[rank])
-                assert all(torch.equal(mine[0], theirs) for mine, theirs in zip(found, expected, strict=True))
-            buffer.reset()
-        buffer.close()
-
-
-@pytest.mark.parametrize(
-    ("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2"), (1, 1, "4"), (2, 2, "3")]
-)
-def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
+@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, "4"), (2, 2, "3")])
+def test_the_bits_over_several_connections(ranks, per_machine, per_node, stripes):
     ranks.run(run_layers, per_machine, per_node, stripes)
 
 
@@ -137,32 +94,6 @@ def test_ranks_that_want_other_numbers_of_connections_are_told(ranks):
         assert text.endswith("is 2 on rank 0 and 1 on rank 2, must be equal")
 
 
-def run_low_latency(per_machine: int, fabric: str = "tcp") -> None:
-    rank = dist.get_rank()
-    x, ids, weights = inputs(64, torch.bfloat16, (8, 0, 3, 8))
-    sizes = dict(max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16)
-    topology, config = ep.Topology(W // per_machine, per_machine), ep.Config(num_experts=16, timeout=20)
-
-    def call(low_latency, x, ids, weights):
-        received = low_latency.dispatch(x, ids)
-        return low_latency.combine(received.x, received.handle, weights)
-
-    with ep.LocalCluster(topology.nodes, per_machine, config) as cluster:
-        expected = call(ep.LowLatency(cluster, **sizes), x, ids, weights)[rank]
-    with machines_of(per_machine, fabric), ep.Buffer(None, config, topology) as buffer:
-        for _ in range(2):  # the second part is made while the network runs, after the first has gone
-            low_latency = ep.LowLatency(buffer, **sizes)
-            for _ in range(5):
-                assert torch.equal(call(low_latency, x[rank], ids[rank], weights[rank]), expected)
-            del low_latency
-            dist.barrier()
-
-
-@pytest.mark.parametrize("per_machine", [1, 2])
-def test_the_low_latency_mode(ranks, per_machine):
-    ranks.run(run_low_latency, per_machine)
-
-
 def run_readmit() -> None:
     with machines_of(1), ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1)) as buffer:
         masking = dict(on_dead_rank="mask", mask_timeout=5.0)
@@ -186,57 +117,6 @@ def test_a_node_on_two_machines_is_refused_on_all_ranks(ranks):
 
 
 # ---- what goes wrong
-
-
-def run_with_one_that_goes(how: str, fabric: str = "tcp") -> str:
-    rank = dist.get_rank()
-    with machines_of(2, fabric):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=3), ep.Topology(2, 2))
-        x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-        ep.dispatch(x, ids, buffer=buffer)
-        dist.barrier()
-        if rank == W - 1:
-            if how == "refuses":
-                with pytest.raises(ValueError):
-                    ep.dispatch(x, ids + 100, buffer=buffer)
-            elif how == "aborts":
-                buffer.abort("enough")
-        start = time.monotonic()
-        with pytest.raises(EPError) as caught:
-            ep.dispatch(x, ids, buffer=buffer)
-        assert time.monotonic() - start < 2
-        buffer.reset()
-        again = ep.dispatch(x, ids, buffer=buffer)
-        assert torch.equal(again.x, torch.ones(again.x.shape))
-        buffer.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("how", "told"), [("refuses", "rank 3 refused its arguments"), ("aborts", "rank 3 was told")])
-def test_a_failure_is_heard_on_every_machine(ranks, how, told):
-    for text in ranks.run(run_with_one_that_goes, how):
-        assert text.startswith(told)
-
-
-def run_late() -> str:
-    """The last rank comes when the others have given up."""
-    with machines_of(1):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=2), ep.Topology(W, 1))
-        x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-        ep.dispatch(x, ids, buffer=buffer)
-        if dist.get_rank() == W - 1:
-            time.sleep(4)
-        with pytest.raises(EPError) as caught:
-            ep.dispatch(x, ids, buffer=buffer)
-        buffer.reset()
-        ep.dispatch(x, ids, buffer=buffer)
-        buffer.close()
-    return str(caught.value)
-
-
-def test_who_does_not_come_is_named_on_every_machine(ranks):
-    for text in ranks.run(run_late):
-        assert "rank 3 has not entered notify 2 (it finished 1)" in text
 
 
 ENDS = """
@@ -332,22 +212,6 @@ def run_fork(per_machine: int) -> None:
 @pytest.mark.parametrize("per_machine", [1, 2, W])
 def test_a_forked_child_leaves_the_buffer_to_its_parent(ranks, per_machine):
     ranks.run(run_fork, per_machine)
-
-
-def run_closed_early() -> None:
-    with machines_of(1):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
-    rows = ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
-    ep.combine(rows.x, rows.handle)
-    if dist.get_rank() != W - 1:
-        assert within(10, lambda: W - 1 in buffer._group._network.nic.ranks_that_left())
-        time.sleep(3 * monitor.INTERVAL_S)
-        buffer.raise_if_failed()
-    buffer.close()
-
-
-def test_a_rank_that_has_done_its_part_may_close_its_buffer(ranks):
-    ranks.run(run_closed_early)
 
 
 class Telling(_C.SoftwareNic):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_tcp import machines_of
+from forced_machines import machines_of
 
 import megatron_ep as ep
 from megatron_ep import reference

@@ -2,26 +2,22 @@
 several names, and the cards are those of a libibverbs of the tests' own (tests/csrc/fake_ibverbs.cpp): no real one has
 been seen."""
 
-import ctypes
 import errno
 import re
-import time
-from contextlib import contextmanager
 from unittest import mock
 
 import cpp
 import pytest
-import test_tcp
 import torch
 import torch.distributed as dist
+from cards import cards_with, use_library
+from forced_machines import machines_of
+from over_networks import W
 
 import megatron_ep as ep
-from megatron_ep.buffer import rank_group
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, near_cards, nvshmem_env, verbs
 from megatron_ep.tools.local_ranks import LocalRanks
-
-W = test_tcp.W
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +28,8 @@ def library() -> str:
 @pytest.fixture(scope="module")
 def ranks(library):
     with LocalRanks(W, 120) as ranks:
-        ranks.run(use_library, library)
+        ranks.run(use_library, library, "verbs")
         yield ranks
-
-
-def use_library(path: str) -> None:
-    verbs.LIBRARY, verbs.MLX5_LIBRARY = path, "libnone.so.1"
 
 
 @pytest.fixture
@@ -47,41 +39,8 @@ def own_library(library, monkeypatch):
     monkeypatch.setattr(verbs, "MLX5_LIBRARY", library)
 
 
-@contextmanager
-def cards_with(**facts: int):
-    """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
-    off = dict(down=0, unregistered=0, unposted=0, network=0, seed=0, astray=-1, slow=-1)
-    usual = dict(devices=1, mlx5=1, stride=64, silent_after=-1, refused_after=-1, retry_ms=60_000, **off)
-    usual |= dict(unforkable=0, copies=0) | dict.fromkeys((argument for argument, *_ in verbs.SETTINGS.values()), -1)
-    change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
-    change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
-    for name, value in facts.items():
-        change(name.encode(), value)
-    try:
-        yield
-    finally:
-        for name in facts:
-            change(name.encode(), usual[name])
-
-
 def buffer_of(**settings) -> ep.Buffer:
     return ep.Buffer(None, ep.Config(num_experts=16, **settings), ep.Topology(W, 1))
-
-
-def run_late(fabric, run, *arguments) -> None:
-    """Over cards whose writes become visible late, and in any order."""
-    with cards_with(seed=1 + dist.get_rank()):
-        run(*arguments, fabric)
-
-
-@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
-def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
-    ranks.run(run_late, "verbs", test_tcp.run_layers, per_machine, per_node, stripes)
-
-
-@pytest.mark.parametrize("per_machine", [1, 2])
-def test_the_low_latency_mode(ranks, per_machine):
-    ranks.run(run_late, "verbs", test_tcp.run_low_latency, per_machine)
 
 
 # ---- what a network wants of connections
@@ -93,7 +52,7 @@ def run_with_service(wanted: dict[str, int]) -> str:
     """Of the last rank something else."""
     own = {name: str(value) for name, value in (wanted if dist.get_rank() == W - 1 else WANTED).items()}
     facts = {verbs.SETTINGS[name][0]: value for name, value in WANTED.items()}
-    with test_tcp.machines_of(1, "verbs"), cards_with(**facts), mock.patch.dict("os.environ", own):
+    with machines_of(1, "verbs"), cards_with(**facts), mock.patch.dict("os.environ", own):
         try:
             with buffer_of(timeout=20) as buffer:
                 ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
@@ -127,87 +86,12 @@ def test_a_library_that_cannot_provide_for_forks(own_library):
         verbs.ports()
 
 
-# ---- what goes wrong
-
-
-def test_a_failure_is_heard_on_every_machine(ranks):
-    for text in ranks.run(test_tcp.run_with_one_that_goes, "refuses", "verbs"):
-        assert text.startswith("rank 3 refused its arguments")
-
-
-def run_until_broken(fabric: str, facts: dict[str, int]) -> str:
-    """The card of rank 1 does what it should not, then it is in order again."""
-    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-    with test_tcp.machines_of(1, fabric), buffer_of(timeout=30) as buffer:
-        expected = ep.dispatch(x, ids, buffer=buffer).x
-        dist.barrier()
-        with cards_with(retry_ms=500, **facts if dist.get_rank() == 1 else {}):
-            start = time.monotonic()
-            with pytest.raises(EPError) as caught:
-                for _ in range(2):  # in the first one a rank may have all that it needs before it hears
-                    ep.dispatch(x, ids, buffer=buffer)
-            assert time.monotonic() - start < 5
-            dist.barrier()
-        buffer.reset()
-        assert torch.equal(ep.dispatch(x, ids, buffer=buffer).x, expected)
-    return str(caught.value)
-
-
-def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
-    for text in ranks.run(run_until_broken, "verbs", dict(silent_after=0)):
-        assert "broke" in text and "rank" in text
-        assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
-
-
-def test_a_card_that_takes_nothing_is_named_on_every_rank(ranks):
-    for text in ranks.run(run_until_broken, "verbs", dict(unposted=errno.ENOMEM)):
-        assert "broke" in text and "ibv_post_send: Cannot allocate memory" in text, text
-
-
-def run_refused(fabric: str, facts: dict[str, int]) -> str:
-    """The card of rank 2 cannot be used."""
-    with (
-        test_tcp.machines_of(1, fabric),
-        cards_with(**facts if dist.get_rank() == 2 else {}),
-        pytest.raises(EPError) as caught,
-    ):
-        buffer_of(timeout=20)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("facts", "what"),
-    [
-        (dict(unregistered=errno.EPERM), "fake_0 port 1: ibv_reg_mr: Operation not permitted"),
-        (dict(down=1), "fake_0 port 1 (RoCE): it is down on rank 2"),
-        (dict(devices=0), "libibverbs finds no network card on rank 2"),
-        (dict(network=9), "10.99.9.1"),
-    ],
-)
-def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
-    for text in ranks.run(run_refused, "verbs", facts):
-        assert what in text
-
-
 # ---- which fabric, which card
-
-
-def run_said(fabric: str) -> list[str]:
-    say = mock.Mock()
-    with test_tcp.machines_of(1, fabric), mock.patch.object(rank_group.set_up_log, "info", say):
-        buffer_of(timeout=20).close()
-    return [text % tuple(values) for text, *values in (call.args for call in say.call_args_list)]
-
-
-def test_one_line_at_the_start_names_fabric_and_card(ranks):
-    [line], *others = ranks.run(run_said, "verbs")
-    assert "fabric: verbs (host backend on 4 machines, MEGATRON_EP_FABRIC says so; rank 0 has fake_0 port 1);" in line
-    assert not any(others)
 
 
 def run_choice(facts: dict[str, int], wanted: str) -> str:
     with (
-        test_tcp.machines_of(2, wanted),
+        machines_of(2, wanted),
         mock.patch.object(nvshmem_env, "has_cards", lambda: True),
         cards_with(**facts if dist.get_rank() == 3 else {}),
         ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
