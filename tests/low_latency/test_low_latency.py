@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from low_latency_cases import LowLatencyCase, fill
+from repeats import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -44,7 +45,7 @@ def check_round(case, low_latency):
         assert_all_equal(y, reference.low_latency_combine(out, ids, *options, weights=factors, sum_at=sum_at))
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", a_third(range(BLOCKS)))
 def test_equals_reference(block):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
         case = LowLatencyCase(seed)
@@ -79,7 +80,7 @@ def test_sums_at_the_expert_are_those_of_the_normal_mode(ranks, on_dead_rank, dt
         assert_all_equal(y, ep.combine(kept, normal.handle, weights=normal.probs))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", a_third(range(12)))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_max_recv_tokens(seed, share):
     """Rows from the limit on are left out of the dispatch, and count as zeros in the combine."""
@@ -108,7 +109,7 @@ def test_max_recv_tokens(seed, share):
             assert_all_equal(y, reference.low_latency_combine(out, ids, case.num_experts, case.alignment, **options))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 1.3])
 def test_expert_capacity(seed, share):
     """Each expert has its rows; more than those are left out of the dispatch, and count as zeros in the combine."""
@@ -141,7 +142,7 @@ def test_expert_capacity(seed, share):
             assert_all_equal(y, reference.low_latency_combine(rows, ids, case.num_experts, sum_at=sum_at))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 def test_shapes_change_from_call_to_call(seed):
     """Smaller rows and fewer experts in the same memory, and calls of the normal mode in between."""
     case = LowLatencyCase(2000 + seed)
@@ -176,7 +177,7 @@ def hooked(case, low_latency, log):
     return receive
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", a_third(range(40)))
 def test_hooks_in_any_order(seed):
     """Up to two dispatches and two combines under way; the receiving halves come in any order."""
     case = LowLatencyCase(3000 + seed, max_tokens=20)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import Case
+from repeats import a_third
 from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep
@@ -23,7 +24,7 @@ def assert_equals_reference(rows, x, ids, weights, case, **limits):
         assert_all_equal(ours, expected)
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", a_third(range(6)))
 def test_equals_reference(block):
     for seed in range(block * 20, (block + 1) * 20):
         case = Case(seed, max_tokens=100)
@@ -43,7 +44,7 @@ def test_equals_reference(block):
             assert_equals_reference(again, out, ids, weights, case)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed):
     """Where each expert gives the row that it got, times a power of two, every sum and gradient is exact."""
     case = Case(2000 + seed, max_tokens=60)
@@ -65,7 +66,7 @@ def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed):
     assert_all_equal(*results)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", a_third(range(12)))
 @pytest.mark.parametrize(("share", "slack"), [(0.2, 0), (0.9, 0), (1, -1), (1, 0), (1, 17)])
 def test_max_recv_tokens(seed, share, slack, used_memory):
     case = Case(4000 + seed, max_tokens=60)
@@ -87,7 +88,7 @@ def test_max_recv_tokens(seed, share, slack, used_memory):
         assert_all_equal(ep.combine(out, rows.handle), reference.flat_combine(out, ids, case.num_experts, size))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 def test_same_bits_whatever_the_schedule(seed):
     results = []
     for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):

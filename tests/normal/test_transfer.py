@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import Case
+from repeats import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -19,7 +20,7 @@ def before(ends, tensors):
     return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", a_third(range(BLOCKS)))
 def test_equals_reference(block):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
         case = Case(seed)
@@ -36,7 +37,7 @@ def test_equals_reference(block):
             assert_all_equal(ep.combine(ours.x, ours.handle), sums)
 
 
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("seed", a_third(range(100, 130)))
 def test_combine_rounds_once_per_hop(seed):
     case = Case(seed)
     tokens = case.num_tokens()
@@ -55,7 +56,7 @@ def test_combine_rounds_once_per_hop(seed):
         assert ((a.double() - b).abs() <= bound + 8 * torch.finfo(torch.float64).eps * scale).all()
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", a_third(range(8)))
 def test_weighted_combine_equals_reference(block):
     """Products and sums that are exact in every dtype."""
     for seed in range(block * 12, (block + 1) * 12):
@@ -73,7 +74,7 @@ def test_weighted_combine_equals_reference(block):
             )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", a_third(range(60)))
 def test_weighted_combine_bit_by_bit(seed):
     case = Case(7000 + seed, max_tokens=30)
     tokens = case.num_tokens()
@@ -89,7 +90,7 @@ def test_weighted_combine_bit_by_bit(seed):
         assert_all_equal(ep.combine(out, rows.handle, weights), case.combine(out, weights, ids))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", a_third(range(20)))
 def test_same_bits_whatever_the_schedule(seed):
     results = []
     for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):
@@ -103,7 +104,7 @@ def test_same_bits_whatever_the_schedule(seed):
         assert_all_equal(results[0], other)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", a_third(range(20)))
 def test_many_calls_on_one_buffer(seed):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
     first = Case(2000 + seed, max_tokens=60)
@@ -132,7 +133,7 @@ def test_many_calls_on_one_buffer(seed):
                 assert_all_equal(ep.combine(out, handle), reference.combine(out, ids, case.num_experts))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", a_third(range(20)))
 def test_cached_dispatch(seed):
     case = Case(3000 + seed, max_tokens=60)
     tokens = case.num_tokens()
@@ -147,7 +148,7 @@ def test_cached_dispatch(seed):
         assert_all_equal(again.tokens_per_expert, counts)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", a_third(range(8)))
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
 def test_max_recv_tokens(seed, share, slack, capacity, used_memory):
@@ -197,7 +198,7 @@ def test_max_recv_tokens_leaves_out_whole_tokens():
         assert [y.flatten().tolist() for y in ep.combine(rows.x, rows.handle)] == [[1, 2, 0], [0]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", a_third(range(20)))
 def test_expert_capacity(seed):
     case = Case(5000 + seed, max_tokens=60)
     tokens = case.num_tokens()

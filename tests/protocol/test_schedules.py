@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from repeats import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -40,7 +41,7 @@ def run_case(seed):
             assert all(map(torch.equal, y, reference.combine(expected, ids, experts)))
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", a_third(range(10)))
 def test_any_interleaving(block):
     for seed in range(100 * block, 100 * (block + 1)):
         run_case(seed)
@@ -59,7 +60,7 @@ def one_way_traffic(lost_signal, seed):
 FIRST_ROW, FIRST_CREDIT = 3, 4
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 def test_lost_credit_is_found(seed):
     with pytest.raises(ep.EPTimeoutError) as caught:
         one_way_traffic(FIRST_CREDIT, seed)
@@ -69,7 +70,7 @@ def test_lost_credit_is_found(seed):
     assert "rdma_sender, channel 0" in text and "room in a network ring from rank 1" in text
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", a_third(range(10)))
 def test_lost_row_signal_is_found(seed):
     with pytest.raises(ep.EPTimeoutError) as caught:
         one_way_traffic(FIRST_ROW, seed)
