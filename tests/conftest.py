@@ -25,7 +25,7 @@ LONGEST = (
     "test_script_recipe.py",
     "test_loss_curve.py",
     "test_build.py",
-    "test_transfer.py",
+    "test_dispatch_combine.py",
     "test_check_network.py",
     "test_binding_threads.py",
 )

@@ -14,7 +14,7 @@
 //
 // Between the ranks lies the p2p fabric, or with OVER_NCCL, OVER_NVSHMEM or OVER_QUEUE another.
 
-#include "transfer_failures.h"
+#include "normal_failures.h"
 // after it
 #include "launch/host/group.h"
 #include "random_moves.h"

@@ -18,8 +18,8 @@
 
 #include "exec/host/fibers.h"
 #include "masked_programs.h"
+#include "normal_programs.h"
 #include "software_network.h"
-#include "transfer_programs.h"
 
 namespace ep {
 namespace {
@@ -88,8 +88,8 @@ bool leads_to(const std::vector<RankState>& states, int stalled) {
 
 // What went wrong that should not have; null: nothing.
 template <class AnyNetwork>
-const char* run_transfers(TransferProgram& program, AnyNetwork& network,
-                          const std::vector<RoleTask>& tasks, uint64_t seed, const Fault& fault) {
+const char* run_normal(NormalProgram& program, AnyNetwork& network,
+                       const std::vector<RoleTask>& tasks, uint64_t seed, const Fault& fault) {
     FaultyExecutor(seed, &network, fault).run(tasks);
     end_stalled(program.states);
     if (program.errors(tasks)) return "wrong values, or an unfinished call without a failure";
@@ -104,10 +104,10 @@ const char* run_transfers(TransferProgram& program, AnyNetwork& network,
 }
 
 template <class Fabric>
-const char* run_transfers(uint64_t seed, const Fault& fault) {
+const char* run_normal(uint64_t seed, const Fault& fault) {
     SimulatedNetwork network(fault.loss());
-    TransferProgram program(seed, &network);
-    return run_transfers(program, network, program.tasks<HostWarp, Fabric>(), seed, fault);
+    NormalProgram program(seed, &network);
+    return run_normal(program, network, program.tasks<HostWarp, Fabric>(), seed, fault);
 }
 
 template <class AnyNetwork, class AnyFabric>
@@ -137,11 +137,11 @@ const char* run_low_latency(uint64_t seed, const Fault& fault) {
 
 constexpr Topology kMost = {4, 4};  // over queues
 
-const char* run_transfers_over_queues(uint64_t seed, const Fault& fault) {
-    TransferProgram program(seed, nullptr, kMost);
+const char* run_normal_over_queues(uint64_t seed, const Fault& fault) {
+    NormalProgram program(seed, nullptr, kMost);
     SoftwareNetwork network(seed, program.heap, program.heaps, program.states, fault.loss());
     const auto tasks = program.tasks<HostWarp>([&](int rank) { return network.fabric_of(rank); });
-    return run_transfers(program, network, tasks, seed, fault);
+    return run_normal(program, network, tasks, seed, fault);
 }
 
 // masking: as run_masked, and the fault is a lost connection or none.
@@ -171,23 +171,23 @@ const char* run(uint64_t seed) {
         case 0:
             return run_low_latency(seed, fault);
         case 1:
-            return run_transfers<HostFabric>(seed, fault);
+            return run_normal<HostFabric>(seed, fault);
         case 2:
             return run_masked(seed, gone);
         case 3:
-            return run_transfers_over_queues(seed, fault);
+            return run_normal_over_queues(seed, fault);
         case 4:
             return run_low_latency_over_queues(seed, fault, false);
         case 5:
             return run_low_latency_over_queues(seed, fault, true);
         default:
-            return run_transfers<MappedHostFabric>(seed, fault);
+            return run_normal<MappedHostFabric>(seed, fault);
     }
 }
 
 bool fails_without_credits(uint64_t seed) {
     SimulatedNetwork network;
-    TransferProgram program(seed, &network);
+    NormalProgram program(seed, &network);
     SeededExecutor(seed, &network).run(program.tasks<NoCredits, HostFabric>());
     return program.aborted();
 }

@@ -1,5 +1,5 @@
-// The same as tsan_transfer.cpp where rows for another node are packed in its ring itself.
+// The same as tsan_normal.cpp where rows for another node are packed in its ring itself.
 
-#include "tsan_transfer.h"
+#include "tsan_normal.h"
 
-int main() { return ep::run_transfers<ep::HostWarp, ep::MappedHostFabric>(40); }
+int main() { return ep::run_normal<ep::HostWarp, ep::MappedHostFabric>(40); }

@@ -1,7 +1,7 @@
 // The same with the signals of the rail relaxed, and nothing else: ThreadSanitizer must report the
 // race of what was written to the other node.
 
-#include "tsan_transfer.h"
+#include "tsan_normal.h"
 
 namespace ep {
 namespace {
@@ -17,4 +17,4 @@ struct RelaxedSignals : MappedHostFabric {
 }  // namespace
 }  // namespace ep
 
-int main() { return ep::run_transfers<ep::HostWarp, ep::RelaxedSignals>(40); }
+int main() { return ep::run_normal<ep::HostWarp, ep::RelaxedSignals>(40); }

@@ -9,7 +9,7 @@
 #include <random>
 
 #include "fabric/virtual/virtual_fabric.h"
-#include "transfer_programs.h"
+#include "normal_programs.h"
 
 namespace ep {
 namespace {
@@ -76,7 +76,7 @@ Machine random_machine(std::mt19937_64& random) {
 
 template <bool kMapped>
 const char* run(uint64_t seed) {
-    TransferProgram program(seed, nullptr);
+    NormalProgram program(seed, nullptr);
     std::mt19937_64 random(seed);
     VirtualWorld all{{random_machine(random), program.heaps, program.heap.bytes(), seed},
                      {all.cluster, {}},

@@ -91,8 +91,8 @@ step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0
 case ${MEGATRON_EP_ARCHITECTURES:-} in
     *virtual*) step translate 300 "$PYTHON" tests/gpu/sanitize.py ;; # the driver compiles PTX when it first loads it, and keeps what it made
 esac
-step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
-step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
+step smoke 60 bash -c 'test_with tests/gpu/test_gpu_dispatch_combine.py -k many_calls'
+step dispatch 90 bash -c 'test_with tests/gpu/test_gpu_dispatch_combine.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py tests/gpu/test_gpu_compile.py'
 step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case
-from test_gpu_transfer import assert_same_bits, before, to_gpu
+from test_gpu_dispatch_combine import assert_same_bits, before, to_gpu
 
 import megatron_ep as ep
 

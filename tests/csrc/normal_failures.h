@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer_grid.h"
+#include "normal_grid.h"
 
 // What the kernels do where something is missing or wrong.
 namespace ep {

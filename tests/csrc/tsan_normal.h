@@ -3,15 +3,15 @@
 #include <cstdlib>
 
 #include "exec/host/threads.h"
-#include "transfer_programs.h"
+#include "normal_programs.h"
 
 namespace ep {
 
 // Random programs, every warp of every rank a thread.
 template <class Warp, class Fabric>
-int run_transfers(int programs) {
+int run_normal(int programs) {
     for (int seed = 0; seed < programs; ++seed) {
-        TransferProgram program(seed, nullptr);
+        NormalProgram program(seed, nullptr);
         const auto tasks = program.tasks<Warp, Fabric>();
         ThreadExecutor().run(tasks);
         if (program.aborted())

@@ -27,7 +27,7 @@ namespace ep {
 // their rows go where all ranks have known beforehand.
 //
 // Numbers are small integers, so sums are exact in every type.
-struct TransferProgram {
+struct NormalProgram {
     enum class Kind { Notify, Dispatch, Combine };
     struct Row {
         int source = -1, token = 0, k = 0;  // -1: padding; a flat row is for all k
@@ -82,7 +82,7 @@ struct TransferProgram {
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
-    TransferProgram(uint64_t seed, SimulatedNetwork* between_nodes, Topology most = {3, 3})
+    NormalProgram(uint64_t seed, SimulatedNetwork* between_nodes, Topology most = {3, 3})
         : random(seed), network(between_nodes) {
         topology = {pick(1, most.nodes), pick(1, most.ranks_per_node)};
         const int world = topology.world();

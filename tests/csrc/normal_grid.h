@@ -2,7 +2,7 @@
 
 #include <type_traits>
 
-#include "transfer_cases.h"
+#include "normal_cases.h"
 
 namespace ep {
 
