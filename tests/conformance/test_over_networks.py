@@ -16,8 +16,8 @@ from over_networks import W, run_layers, run_low_latency
 from waits import within
 
 import megatron_ep as ep
-from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.buffer import monitor, rank_group
+from megatron_ep.tools.local_ranks import LocalRanks
 
 FABRICS = ("tcp", "verbs", "ibgda")
 X, IDS = torch.ones(8, 16), torch.arange(16).view(8, 2)
