@@ -1,4 +1,4 @@
-"""What a low-latency mode that masks dead ranks keeps beside its heap."""
+"""The state of masked ranks in the low-latency mode, in addition to its heap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 STATE, WAITED_NS = range(2)
 ASKED, WAITED = 1, 2
 
-# A rank that waits tells the others so this often in a mask timeout: they must not take it for dead.
+# Heartbeats that a waiting rank sends in a mask timeout, so that the others do not mask it.
 BEATS = 4
 
 
@@ -28,9 +28,9 @@ class Masks:
     """Masks of the ranks of this process, in their order.
 
     active: int32 [W], on their device, read and written by the kernels and by the caller: 1, or 0 for a masked rank.
-    shown: int64 [W, 2] in memory of the host, written by the kernels alone: why a rank was masked (0: it was not), and
-        how long it was waited for.
-    dropped: int64 [2]: choices of this rank's tokens that dispatches did not send, and that combines went without.
+    shown: int64 [W, 2] in host memory, written only by the kernels: why a rank was masked (0: it was not), and the
+        nanoseconds that it was waited for.
+    dropped: int64 [2]: choices of this rank's tokens that dispatches did not send, and that combines lacked.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Masks:
         self._max_slices = min(math.ceil(timeout * 1e9 / self._slice_ns), 2**31 - 1)  # an int of the kernels
 
     def masked(self, rank: int) -> list[int]:
-        """The ranks that the calls so far have masked, as far as the host can tell without waiting for them."""
+        """Returns the ranks that calls have masked, as far as the host knows without waiting for them."""
         return self.shown[rank][:, STATE].nonzero()[:, 0].tolist()
 
     def log_news(self) -> None:
-        """A warning for each rank that was masked since this was last asked, as far as the host can tell."""
+        """Logs a warning for each rank that was masked since the last call of this, as far as the host knows."""
         for i, rank in enumerate(self._ranks):
             before, now = self._logged[i], _bytes(self.shown[i])
             if now == before:
@@ -66,7 +66,7 @@ class Masks:
                 log.warning("rank %d has masked rank %d and goes on without it: %s", rank, other, why)
 
     def fill(self, tensors: RankTensors, rank: int) -> None:
-        """tensors: of a rank of this process."""
+        """Adds the addresses of the masks of `rank` to its tensors."""
         tensors["active"], tensors["shown"] = self.active[rank].data_ptr(), self.shown[rank].data_ptr()
         tensors["dropped"] = self.dropped[rank].data_ptr()
 
@@ -85,7 +85,7 @@ class Masks:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """In the time of a look, which every call takes."""
+    """Copies a tensor's bytes without torch, because every call does this."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 

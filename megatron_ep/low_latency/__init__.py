@@ -1,6 +1,6 @@
-"""Low-latency mode, for few tokens: `api.py` is `LowLatency`, `checks.py` its arguments, `plans.py` a checked call but
-for its addresses, `calls.py` the send and receive halves as launches, `rows.py` how rows travel, `autograd.py` their
-gradients, `received.py` and `handle.py` what a dispatch returns and learned.
+"""Low-latency mode, for few tokens. `api.py` is `LowLatency`; `checks.py` checks arguments, `plans.py` has the plan of
+a checked call, `calls.py` launches its send and receive halves, `rows.py` defines the format of rows, and `autograd.py`
+the gradients. `received.py` is the result of a dispatch, `handle.py` its layout.
 
-`membership.py` holds the masked ranks, `rejoin.py` brings back one whose process was started anew.
+`membership.py` manages masked ranks, `rejoin.py` brings back a rank whose process was started again.
 """

@@ -1,4 +1,4 @@
-"""The low-latency mode: dispatch and combine for few tokens, in one hop and without a wait of the host."""
+"""The low-latency mode: dispatch and combine for few tokens, in one hop, without waiting on the host."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from megatron_ep.normal.autograd import need_gradient
 
 
 class LowLatency(MaskedRanks):
-    """Dispatch and combine for at most max_tokens tokens per rank: a token goes straight to each rank that wants it.
+    """Dispatch and combine for at most max_tokens tokens per rank, each sent directly to the ranks of its experts.
 
     Intended for inference: small batches, where latency matters and the host must not wait. max_tokens fixes all
     shapes. Belongs to a buffer: it shares the buffer's failures, its calls may be mixed with the buffer's in any order,
     and it has separate memory. Construction and all calls are collective.
 
-    A call is sent at once. It is received at once or, with return_recv_hook, when the hook is called; in between
-    nothing of it runs. Two dispatches and two combines may be under way, received in any order. All ranks must send in
-    the same order.
+    A call is sent immediately. It is received immediately or, with return_recv_hook, when the hook is called; in
+    between no kernel of it runs. Two dispatches and two combines may be in flight, received in any order. All ranks
+    must send in the same order.
 
     buffer: a Buffer or LocalCluster.
     max_tokens: the largest number of tokens that any rank dispatches, at most 1024.
-    hidden, dtype: of the largest row. Rows with fewer bytes may be used too; rows of `hidden` elements as float8 always
-        fit.
+    hidden, dtype: elements and type of the largest row. Rows with fewer bytes may be used too; rows of `hidden`
+        elements as float8 always fit.
     topk: the largest K, at most 32.
 
-    on_dead_rank: what happens if a rank does not take part; the same on all ranks. "raise": EPTimeoutError on all
+    on_dead_rank: what happens if a rank does not take part; equal on all ranks. "raise": EPTimeoutError on all
         ranks. "mask": this and later calls continue without that rank; `active_ranks` and a warning in the log show it.
-        A masked rank is treated as if every choice of its experts were -1 and it had no tokens. If it comes after all
-        it gets an EPMaskedError. A rank that reports an error (invalid arguments, Ctrl-C, an exception) still ends the
+        A masked rank is treated as if every choice of its experts were -1 and it had no tokens. If it arrives later, it
+        gets an EPMaskedError. A rank that reports an error (invalid arguments, Ctrl-C, an exception) still ends the
         calls of all ranks.
-    mask_timeout: seconds after which a rank is masked that others wait for and that does not wait itself. Must be
-        longer than ranks are ever apart: from a tenth of a second to a few seconds for inference. At most
-        Config.timeout, which bounds every wait. None: a tenth of Config.timeout, at most 10.
+    mask_timeout: seconds after which ranks mask a rank that they wait for, unless that rank is waiting itself. Must
+        exceed any delay between ranks: from a tenth of a second to a few seconds for inference. At most Config.timeout,
+        which bounds every wait. None: a tenth of Config.timeout, at most 10.
 
-    `memory_bytes` says how much memory each rank needs. In units of max_tokens * hidden * itemsize bytes it is about
+    `memory_bytes` is the memory that each rank needs. In units of max_tokens * hidden * itemsize bytes it is about
     2 * (8/7 * (W + min(W, topk)) + topk), with "mask" 2 * W * (1 + min(topk, L)), and over a network 2 * (W + topk) and
     room for the rows that are staged.
 
@@ -128,30 +128,30 @@ class LowLatency(MaskedRanks):
             found later, by the next call or `synchronize`.
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient. bfloat16 and
             float16 become float32.
-        layout: "masked": each expert has W * max_tokens rows, for a masked GEMM. "grouped": one expert's rows follow
-            the other's, for a contiguous grouped GEMM.
+        layout: "masked": each expert has W * max_tokens rows, for a masked GEMM. "grouped": the rows of experts are
+            contiguous, for a contiguous grouped GEMM.
         expert_capacity: masked: gives each expert this many rows instead. Rows that do not fit are omitted and reported
             in `overflow`. W times the largest number of tokens of a rank is always enough.
         expert_alignment: grouped: pads each expert's rows to a multiple of this.
         max_recv_tokens: grouped: R. None: room for every row that may arrive, W * max_tokens * min(K, L), and padding.
-        fp8: bfloat16 x becomes float8_e4m3fn on the way, with one scale per 128 elements of a row, their largest |x| /
-            448: kept as "fp32", rounded up to a power of two ("pow2"), or that as float8_e8m0fnu ("ue8m0"). Gives the
-            bits of `megatron_ep.reference.quantize`; a block with an infinity or NaN becomes NaN. The gradient of x is
-            that of the rows (straight through), in bfloat16: see `LowLatencyReceived.straight_through`.
-        scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, of float8 x.
+        fp8: sends bfloat16 x as float8_e4m3fn, with one scale per 128 elements of a row, their largest |x| / 448: kept
+            as "fp32", rounded up to a power of two ("pow2"), or that as float8_e8m0fnu ("ue8m0"). Gives the bits of
+            `megatron_ep.reference.quantize`; a block with an infinity or NaN becomes NaN. The gradient of x is that of
+            the rows (straight through), in bfloat16: see `LowLatencyReceived.straight_through`.
+        scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu: scales of float8 x.
         scale_layout: "row": row-major [.., ceil(H / 128)]. "column": the same shape, with its last two dimensions
             transposed in memory and columns aligned to 16 bytes, as grouped fp8 GEMMs expect (DeepGEMM's MN-major
             scales for TMA); float8_e8m0fnu are packed four to an int32, and H must be a multiple of 512.
-        recv_rows: int64 [W]: the number of tokens that came from each rank is added to its entry, each token once,
-            however many experts of this rank it chose. Added on the buffer's device when the call is received, in CUDA
-            graphs too.
+        recv_rows: int64 [W]: the number of tokens from each rank is added to its entry. A token counts once, even if it
+            chose several experts of this rank. Added on the buffer's device when the call is received, in CUDA graphs
+            too.
         recv_wait_ns: int64 [W]: the time that the receiving half waited for each rank is added to its entry, in
             nanoseconds from the beginning of the half until the rank's last data arrived; 0 if it did not wait. A GPU's
             clock may have a resolution of only a microsecond. Added as recv_rows is.
         return_recv_hook: returns (received, hook): the call is received when hook() is called, on torch's current
             stream at that time, and the tensors are valid only afterwards. x may be overwritten before.
 
-        Returns LowLatencyReceived. Raises ValueError for an invalid argument, and for a third dispatch under way,
+        Returns LowLatencyReceived. Raises ValueError for an invalid argument, and for a third dispatch in flight,
         before anything is sent; EPTimeoutError if another rank does not take part, unless dead ranks are masked. With
         masks, the backward pass raises EPError if a rank was masked since the forward pass, and a call, on a GPU
         possibly a later one, raises EPMaskedError if others have masked this rank because it did not come.
@@ -193,9 +193,9 @@ class LowLatency(MaskedRanks):
         """Brings the rows of a dispatch back and sums them per token.
 
         x: rows in the layout of the dispatch of `handle`; of a type that `megatron_ep.combine` takes. Rows without a
-            token are ignored. x is read in place (copied if it is not contiguous) and written straight to the memory of
+            token are ignored. x is read in place (copied if it is not contiguous) and written directly to the memory of
             the token's rank; only rows for a network are staged. Gets a gradient.
-        handle: of the dispatch. May be combined any number of times.
+        handle: handle of the dispatch. May be combined any number of times.
         topk_weights: [T, K], with sum_at="token": factors of the rows of a token. float32, or float64 if x is float64,
             which bfloat16 and float16 become. Gets a gradient.
         row_weights: x's shape without H, with sum_at="expert": factor of each row, such as `received.probs`. Type and
@@ -203,12 +203,12 @@ class LowLatency(MaskedRanks):
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
             a rank first sums the rows of its experts, so that one row per (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype, and takes the place of its rank's last
-            expert among the token's choices: within a node the bits of `megatron_ep.combine`.
+            expert among the token's choices. Within a node this gives the bits of `megatron_ep.combine`.
         renormalize: if choices of masked ranks are omitted, a token's other weights are multiplied by the sum of all
             weights over the sum of the others (unless that is 0). Only with topk_weights, without a gradient and
             with on_dead_rank="mask".
-        out: [T, H], x's dtype: receives the sums. Not if a gradient is needed.
-        recv_wait_ns: as for `dispatch`.
+        out: [T, H], x's dtype: receives the sums. Not allowed if a gradient is needed.
+        recv_wait_ns: see `dispatch`.
         return_recv_hook: returns (y, hook): y is valid once hook() has been called; x may be overwritten before.
 
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
@@ -240,7 +240,7 @@ class LowLatency(MaskedRanks):
 
 
 def _weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> Tensors | None:
-    """Returns the weights that combine uses. Raises ValueError where those of the other sum_at are given."""
+    """Returns the weights that combine uses. Raises ValueError if those of the other sum_at are given."""
     used, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
     given = {"topk_weights": topk_weights, "row_weights": row_weights}
     if given[other] is not None:

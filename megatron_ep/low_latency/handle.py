@@ -1,4 +1,4 @@
-"""What a low-latency dispatch learned, for its combines and backward passes."""
+"""The layout of a low-latency dispatch, for its combines and backward passes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class RankPart:
     """One rank's part of a handle."""
 
     num_tokens: int  # T
-    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out, and numbers of calls behind it
-    rows: int  # of the expert-grouped tensors
-    made_on: int  # the stream, see Backend.current_stream
+    layout: torch.Tensor  # int32, laid out by csrc/core/low_latency_args.h, followed by numbers of calls
+    rows: int  # rows of the received tensors
+    made_on: int  # stream of the dispatch, see Backend.current_stream
 
 
 @dataclass(eq=False)
 class LowLatencyHandle(OfOneProcess):
-    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it."""
+    """The layout of a low-latency dispatch. Belongs to the `LowLatency` that made it."""
 
-    calls: Any  # the LowLatencyCalls
+    calls: Any  # LowLatencyCalls
     plan: DispatchPlan = field(repr=False)
     ranks: list[RankPart] = field(repr=False)
     call: Call | None = field(default=None, repr=False)  # the dispatch
-    # whose ranks must not have been masked since: in a backward pass, that of the forward pass
+    # In a backward pass: the handle of the forward pass, whose ranks must not have been masked since.
     forward: LowLatencyHandle | None = field(default=None, repr=False)
     _unfit: str | None = field(default=None, repr=False)
 
@@ -45,12 +45,12 @@ class LowLatencyHandle(OfOneProcess):
 
     @property
     def masked(self) -> bool:
-        """Whether rows are laid out as [L, W * max_tokens]."""
+        """Whether rows have the layout [L, W * max_tokens]."""
         return self.plan.masked
 
     @property
     def looks(self) -> tuple[object, ...]:
-        """Handles with the same ones fit the same rows."""
+        """The cache key of arguments: handles with equal keys fit the same rows."""
         return self.plan.looks
 
     @property
@@ -58,7 +58,8 @@ class LowLatencyHandle(OfOneProcess):
         return self.calls.group
 
     def note_reset(self) -> None:
-        """After a reset nothing else tells a dispatch that was given up, or never received, from one that was not."""
+        """Notes, at a reset, a dispatch that was given up, never received, or without masked ranks: `check` refuses it.
+        After the reset that cannot be found out any more."""
         done = self.call is not None and self.call.received
         if not done or any(int(self.overflow(rank)) == -1 for rank in self.ranks):
             self._unfit = "was given up"
@@ -66,19 +67,19 @@ class LowLatencyHandle(OfOneProcess):
             self._unfit = "left masked ranks out"
 
     def check(self) -> None:
-        """Raises ValueError if the dispatch was given up, or left ranks out that a reset has brought back."""
+        """Raises ValueError if the dispatch was given up, or left out ranks that a reset has brought back."""
         if self._unfit is not None:
             raise ValueError(
                 f"handle is of a dispatch that {self._unfit} before the buffer's reset, must be of a later one"
             )
 
     def check_received(self) -> None:
-        """Raises ValueError if the dispatch's hook was not called yet: nobody knows its rows before."""
+        """Raises ValueError if the hook of the dispatch was not called yet, because its rows are unknown before."""
         if self.call is not None and not self.call.received:
             raise ValueError("handle is of a dispatch that was not received yet: call its hook first")
 
     def again(self, plan: DispatchPlan) -> LowLatencyHandle:
-        """For another dispatch of the same tokens."""
+        """Returns a handle for another dispatch of the same tokens."""
         self.check()
         return self.calls.new_handle(plan, forward=self.forward or self)
 
@@ -87,7 +88,7 @@ class LowLatencyHandle(OfOneProcess):
         return replace(self, forward=self.forward or self)
 
     def ids(self) -> list[torch.Tensor]:
-        """topk_idx of the dispatch, int32 [T, K] per rank; -2 - id where that expert's rank was masked."""
+        """Returns topk_idx of the dispatch, int32 [T, K] per rank; -2 - id if the expert's rank was masked."""
         first = self.plan.offsets["experts"]
         sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
         return [
@@ -100,27 +101,27 @@ class LowLatencyHandle(OfOneProcess):
         return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
 
     def active(self, rank: RankPart) -> torch.Tensor:
-        """int32 [W], a view: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
+        """Returns a view, int32 [W]: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
         first = self.plan.offsets["active"]
         return rank.layout[first : first + self.calls.group.topology.world_size]
 
     def counts(self, rank: RankPart) -> torch.Tensor:
-        """int32 [L], a view: rows per local expert, without padding."""
+        """Returns a view, int32 [L]: rows per local expert, without padding."""
         first = self.plan.offsets["counts"]
         return rank.layout[first : first + self.calls.group.num_local_experts]
 
     def starts(self, rank: RankPart) -> torch.Tensor:
-        """int32 [L + 1], a view: where the rows of each local expert begin."""
+        """Returns a view, int32 [L + 1]: the first row of each local expert, and the end of the last one's rows."""
         first = self.plan.offsets["starts"]
         return rank.layout[first : first + self.calls.group.num_local_experts + 1]
 
     def overflow(self, rank: RankPart) -> torch.Tensor:
-        """int32 [1], a view: not 0 once rows did not fit."""
+        """Returns a view, int32 [1]: not 0 if rows did not fit."""
         return rank.layout[: self.plan.offsets["overflow"] + 1]
 
     def rows_of_tokens(self, rank: RankPart) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 and bool [W, max_tokens, K]: the row here of each choice of every rank's tokens, and whether it has
-        one. Of what users cannot write to, unlike counts and starts."""
+        """Returns int32 and bool [W, max_tokens, K]: the local row of each choice of all ranks' tokens, and whether it
+        has one. Computed from tensors that users cannot write to, unlike counts and starts."""
         world, offsets = self.calls.group.topology.world_size, self.plan.offsets
         rows = rank.layout[offsets["dst_rows"] : offsets["active"]].view(world, -1, self.topk)
         words = rank.layout[offsets["present"] : offsets["dst_rows"]].view(world, -1, 1)
@@ -131,7 +132,7 @@ class LowLatencyHandle(OfOneProcess):
         return rows, came.unsqueeze(2) & (rows >= 0)
 
     def is_row(self, rank: RankPart) -> torch.Tensor:
-        """bool [rows]: which rows hold a token."""
+        """Returns bool [rows]: which rows hold a token."""
         rows, are_there = self.rows_of_tokens(rank)
         place = torch.where(are_there, rows, rank.rows).flatten().long()
         return are_there.new_zeros(rank.rows + 1).scatter_(0, place, True)[:-1]

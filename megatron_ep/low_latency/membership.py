@@ -1,4 +1,4 @@
-"""Ranks that the low-latency mode continues without."""
+"""Masked ranks, without which the low-latency mode continues."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ON_DEAD_RANK = ("raise", "mask")
 
 
 class MaskedRanks(OfOneProcess):
-    """The part of `LowLatency` that is about masked ranks."""
+    """The methods of `LowLatency` for masked ranks."""
 
     _group: RankGroup
     _calls: LowLatencyCalls
-    _settings: dict[str, Any]  # that all ranks have agreed on
+    _settings: dict[str, Any]  # arguments that are equal on all ranks
 
     @property
     def active_ranks(self) -> Any:
@@ -36,15 +36,15 @@ class MaskedRanks(OfOneProcess):
         stream of the calls.
 
         Values may differ between ranks if callers have written different ones: two ranks continue together as long as
-        neither has masked the other. A rank that is masked because it did not come gets an EPMaskedError instead.
+        neither has masked the other. A rank that is masked because it was late gets an EPMaskedError instead.
         Raises ValueError with on_dead_rank="raise".
         """
         return self._of_ranks(self._masks.active)
 
     @property
     def dropped_choices(self) -> Any:
-        """int64 [2] on the buffer's device, a list of them with a LocalCluster: the choices of this rank's tokens that
-        dispatches have not sent, and that combines lacked (including those of their dispatches), because the expert's
+        """int64 [2] on the buffer's device, a list of them with a LocalCluster: choices of this rank's tokens that
+        dispatches did not send, and that combines lacked (including those of their dispatches), because the expert's
         rank was masked. Counted since creation or the last reset. Raises ValueError with on_dead_rank="raise"."""
         return self._of_ranks(self._masks.dropped)
 
@@ -58,22 +58,21 @@ class MaskedRanks(OfOneProcess):
         return self._of_ranks([masks.masked(i) for i in range(len(self._group.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
-        """Takes ranks back whose processes have ended, also because of an EPMaskedError, and were started again.
+        """Readmits ranks whose processes have ended, also because of an EPMaskedError, and were started again.
 
-        Collective over all ranks: ranks that stayed call this, between two calls of the low-latency mode and with none
-        under way; ranks that came back call `megatron_ep.rejoin`. Only the memory of these is mapped again, at its
-        former addresses, so that CUDA graphs with low-latency calls stay valid. Afterwards everything is as after
-        `Buffer.reset`: no rank is masked, and the buffer's normal mode works, too. Writes of a former process have no
-        effect, because it is known to have ended.
+        Collective over all ranks: ranks that stayed call this, with no low-latency call in flight; ranks that came back
+        call `megatron_ep.rejoin`. Only the memory of the latter is mapped again, at its former addresses, so that CUDA
+        graphs with low-latency calls stay valid. The state is then that after `Buffer.reset`: no rank is masked, and
+        the buffer's normal mode works too. Former processes are known to have ended, so they write nothing any more.
 
         ranks: all ranks that have come back; no other rank may be missing.
         store: an empty store that all ranks reach: use a new one, or a PrefixStore with a new prefix, each time.
 
-        Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
-        if a call is under way, for a buffer with another LowLatency, and for a LocalCluster. Raises EPError if a rank's
-        former process lives, or if a rank does not come within Config.timeout: then this rank can continue
-        without them as before. Also raises EPError if a GPU's driver maps the memory elsewhere, and over NVSHMEM, NCCL
-        and TCP: then create a new buffer.
+        Raises ValueError with on_dead_rank="raise", for ranks that did not come back or are not in another process, if
+        a call is in flight, for a buffer with another LowLatency, and for a LocalCluster. Raises EPError if a rank's
+        former process lives, or if a rank does not come within Config.timeout: this rank can then continue without them
+        as before. Also raises EPError if a GPU's driver maps the memory at other addresses, and over NVSHMEM, NCCL and
+        TCP: then create a new buffer.
         """
         self._check_policy()
         returned = list(ranks) if isinstance(ranks, Sequence) else [ranks]

@@ -1,4 +1,4 @@
-"""Return of a rank whose process has ended."""
+"""Rejoins a rank whose process has ended and was started again."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def rejoin(
     device: str | torch.device = "cpu",
     **settings: Any,
 ) -> LowLatency:
-    """Returns the low-latency mode, with its buffer, of a rank that the others have masked and that was started again.
+    """Returns the low-latency mode, with its buffer, for a rank that others have masked and that was started again.
 
     Collective: the others call `LowLatency.readmit`. No process group is needed.
 
     store: the store that the others pass to `LowLatency.readmit`.
-    rank, world_size: of the buffer.
-    config, topology, device: as for `Buffer`; settings: as for `LowLatency`. All must equal the others' values.
+    rank, world_size: this rank, and the number of ranks of the buffer.
+    config, topology, device: see `Buffer`; settings: see `LowLatency`. All must equal the values on other ranks.
 
-    Raises ValueError for values that differ from the others', and as `LowLatency.readmit`.
+    Raises ValueError for values that differ between ranks, and as `LowLatency.readmit`.
     """
-    inspect.signature(LowLatency).bind(None, **settings)  # before the others wait
+    inspect.signature(LowLatency).bind(None, **settings)  # raises before the others wait
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
-    # on GPUs rejoin is for the ranks of one machine
+    # On GPUs only ranks of one machine can rejoin.
     group = DistributedRankGroup(rendezvous, config, topology, device, choice.Choice("p2p", "as it was"))
     low_latency = LowLatency(buffer_of(group), **settings)
     group.restart()

@@ -1,4 +1,4 @@
-"""The addresses of this machine, and on which of them it listens."""
+"""The addresses of this machine, and the choice of the one that it listens on."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 def own_address() -> str:
-    """That on which the others reach this machine: as the variable says, or that from which this machine reaches the
-    store of torch.distributed.
+    """Returns the address on which other ranks reach this machine: that of MEGATRON_EP_ADDRESS, or the source address
+    of its route to the store of torch.distributed.
 
-    Raises ValueError when the variable is no address, and no network in which this machine has one.
+    Raises ValueError if the variable is neither an address nor a network of this machine.
     """
     wanted = os.environ.get(VARIABLE)
     return address_by_route() if not wanted else address_in(wanted)
 
 
 def address_in(wanted: str) -> str:
-    """wanted: an address, or a network ("10.1.0.0/16"), of which this machine's first address is taken."""
+    """Returns `wanted` if it is an address; for a network such as 10.1.0.0/16 this machine's first address in it."""
     try:
         if "/" not in wanted:
             return str(ipaddress.ip_address(wanted))
@@ -51,14 +51,15 @@ def address_by_route() -> str:
     try:
         family, _, _, _, target = socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
+            probe.connect(target)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
 
 
 def interfaces() -> list[tuple[str, Interface]]:
-    """Name and address of each interface that is up; of IPv4 its first address, of IPv6 all but those of a link."""
+    """Returns the names and addresses of interfaces that are up: the first IPv4 address of each, and all IPv6 addresses
+    that are not link-local."""
     found: list[tuple[str, Interface]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -68,7 +69,7 @@ def interfaces() -> list[tuple[str, Interface]]:
                     socket.inet_ntoa(fcntl.ioctl(asked, which, request)[20:24])
                     for which in (SIOCGIFADDR, SIOCGIFNETMASK)
                 )
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             found.append((name, ipaddress.IPv4Interface(f"{address}/{mask}")))
     try:

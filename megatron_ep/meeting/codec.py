@@ -1,5 +1,5 @@
-"""What ranks tell each other through a store that anybody may write to who reaches its port: JSON, of which only what
-the reader asks for is made. Nothing that was read is run, and what is not of the kind that is expected is an error.
+"""Encodes messages between ranks as JSON. Anyone who reaches the port of the store may write to it, so a reader creates
+only values of the type that it expects, raises an error for others, and never executes what it reads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 Plain = bool | int | float | str | None
 
-MAX_BYTES = 1 << 20  # that one rank tells at a time: IPC handles and settings take a few hundred ...
-MAX_BYTES_A_RANK = 1 << 12  # ... and more for each rank that it invites: over ibgda 1,700
-MAX_TEXT = 4000  # characters of what another rank has said, in a message
-MAX_DIGITS = 20  # of 64 bits
-SHOWN = 60  # characters of a value that is not what it should be
+MAX_BYTES = 1 << 20  # bytes of a message: IPC handles and settings take a few hundred ...
+MAX_BYTES_A_RANK = 1 << 12  # ... and more for each rank that is invited to connect: 1,700 over ibgda
+MAX_TEXT = 4000  # characters of another rank's text that are shown
+MAX_DIGITS = 20  # digits of a 64-bit number
+SHOWN = 60  # characters of an unexpected value that are shown
 
 
 def most_bytes(world_size: int) -> int:
-    """That one of so many ranks tells at a time."""
+    """Returns the largest number of bytes of a message of one of `world_size` ranks."""
     return MAX_BYTES + MAX_BYTES_A_RANK * world_size
 
 
 def encode(value: Any) -> bytes:
-    """value: plain values, bytes, lists, tuples, dicts by text, and dataclasses of these."""
+    """Encodes plain values, bytes, lists, tuples, dicts with str keys, and dataclasses of these."""
     return json.dumps(_plain(value), allow_nan=False).encode()
 
 
@@ -45,11 +45,9 @@ def _plain(value: Any) -> Any:
 
 
 def decode(data: bytes, kind: Any, max_bytes: int = MAX_BYTES) -> Any:
-    """The value that was encoded.
+    """Returns the encoded value. Raises ValueError if it is not of type `kind`.
 
-    kind: its type, as an annotation says it: a dataclass, tuple[int, int], list[bytes] | None, ...
-
-    Raises ValueError for anything else.
+    kind: type of the value, as in an annotation: a dataclass, tuple[int, int], list[bytes] | None, ...
     """
     assert kind not in (dict, list, tuple), "of what?"
     if len(data) > max_bytes:
@@ -62,8 +60,8 @@ def decode(data: bytes, kind: Any, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def readable(text: str, most: int = MAX_TEXT) -> str:
-    """As much of a text by somebody else as a message may show: no more than so many characters, and none that a
-    terminal obeys."""
+    """Returns at most `most` characters of another rank's text, without control characters, which a terminal would
+    obey."""
     shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in text[:most])
     return shown + (" ..." if len(text) > most else "")
 
@@ -106,7 +104,7 @@ def _of_kind(tree: Any, kind: Any) -> Any:
 
 
 def _of_one(tree: Any, kinds: tuple[Any, ...]) -> Any:
-    exact = [kind for kind in kinds if type(tree) is kind]  # True is no 1, and 1 no 1.0
+    exact = [kind for kind in kinds if type(tree) is kind]  # keeps True apart from 1, and 1 from 1.0
     for kind in exact or kinds:
         try:
             return _of_kind(tree, kind)

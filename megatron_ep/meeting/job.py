@@ -1,4 +1,4 @@
-"""Which rank of a job this process is, as torchrun or Slurm have said."""
+"""Finds the rank of this process in a job of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from collections.abc import Mapping, MutableMapping
 
 
 def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Tells whether this process is a rank, and makes it one: True under torchrun or in a Slurm task of several.
+    """Returns whether this process is a rank of a job: under torchrun, or in a Slurm step of several tasks.
 
-    Slurm's variables are translated to torch.distributed's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in
-    `environment`; those that are set already win.
-
-    Raises:
-        ValueError: Slurm gives no node list to take MASTER_ADDR from.
+    Translates Slurm's variables to torch.distributed's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in
+    `environment`, except those that are set already. Raises ValueError if Slurm gives no node list for MASTER_ADDR.
     """
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         return True
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")  # srun alone sets it, unlike SLURM_NTASKS: a batch script is no task
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")  # only srun sets it; batch scripts have SLURM_NTASKS but are no tasks
     if "SLURM_PROCID" not in env or int(tasks) < 2:
         return False
     if "MASTER_ADDR" not in env:
@@ -34,13 +31,13 @@ def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
 
 
 def is_restarted(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this rank runs in place of one that failed: torchrun --max-restarts, or a job that Slurm has requeued."""
+    """Returns whether this rank replaces one that failed: torchrun --max-restarts, or a job that Slurm has requeued."""
     env = os.environ if environment is None else environment
     return any(int(env.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: "gpu[007-009,12],login" gives "gpu007"."""
+    """Returns the first host of a Slurm node list: "gpu007" for "gpu[007-009,12],login"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
     if match is None:
         raise ValueError(f"SLURM_NODELIST: {nodelist!r} names no host")

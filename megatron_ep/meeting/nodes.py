@@ -1,5 +1,5 @@
-"""Which ranks form a node: those that can load and store each other's memory. Unless the user says so, these are the
-ranks of one host, or of one NVLink domain, which may span the hosts of a rack.
+"""Decides which ranks form a node: ranks that can load and store each other's memory. By default these are the ranks of
+one host, or of one NVLink domain, which may span the hosts of a rack.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from megatron_ep.config import Topology
 
 VARIABLE = "MEGATRON_EP_RANKS_PER_NODE"
 NVML = "libnvidia-ml.so.1"
-# Without a channel of NVIDIA's IMEX service a process cannot map the memory of another host.
+# A process cannot map the memory of another host without a channel of NVIDIA's IMEX service.
 IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 MAX_NAMED = 8  # hosts, in a message
 
 
 def topology_of(places: Sequence[str], ranks_per_node: str | None) -> Topology:
-    """The nodes of ranks whose user gives none.
+    """Returns the topology of ranks for which the user gives none.
 
     Args:
-        places: where each rank lies: its host or NVLink domain, as the user may read it.
-        ranks_per_node: what the variable MEGATRON_EP_RANKS_PER_NODE says instead, if it is set.
+        places: host or NVLink domain of each rank, as shown to users.
+        ranks_per_node: value of MEGATRON_EP_RANKS_PER_NODE, which replaces `places`; None if it is not set.
 
     Raises:
-        ValueError: the variable is no divisor of the ranks, or the places are not nodes of equally many ranks that
-            follow each other.
+        ValueError: the variable is no divisor of the number of ranks, or a place has another number of ranks than the
+            others, or ranks that are not consecutive.
     """
     world = len(places)
     if ranks_per_node is not None:
@@ -57,7 +57,7 @@ def topology_of(places: Sequence[str], ranks_per_node: str | None) -> Topology:
 
 
 def _listed(runs: Sequence[tuple[str, int]]) -> str:
-    """Which ranks are where: rank 0-3 on a, rank 4-5 on b."""
+    """Formats the ranks of each place: rank 0-3 on a, rank 4-5 on b."""
     texts, first = [], 0
     for place, size in runs:
         ranks = f"rank {first}" if size == 1 else f"rank {first}-{first + size - 1}"
@@ -67,7 +67,7 @@ def _listed(runs: Sequence[tuple[str, int]]) -> str:
 
 
 class _FabricInfo(ctypes.Structure):
-    """nvmlGpuFabricInfo_v2_t of NVML's API reference."""
+    """The structure nvmlGpuFabricInfo_v2_t of NVML's API reference."""
 
     _fields_ = (
         ("version", ctypes.c_uint),
@@ -82,10 +82,10 @@ class _FabricInfo(ctypes.Structure):
 
 
 def nvlink_domain(gpu_uuid: str) -> str | None:
-    """The NVLink domain of several hosts that this GPU has joined, for processes that may map other hosts' memory.
+    """Returns the multi-host NVLink domain of a GPU; None if it has none, if it is unknown, or if this process may not
+    map the memory of other hosts.
 
-    gpu_uuid: as NVML writes it, "GPU-...".
-    Returns None where there is none, or nothing that could tell.
+    gpu_uuid: UUID in NVML's format, "GPU-...".
     """
     if not any(IMEX_CHANNELS.glob("channel*")):
         return None
@@ -100,7 +100,7 @@ def nvlink_domain(gpu_uuid: str) -> str | None:
             failed = failed or nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
         finally:
             nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no driver here, or one that is older than such domains
+    except (OSError, AttributeError):  # the driver is missing, or older than such domains
         return None
     cluster = bytes(info.cluster)
     if failed or info.status or info.state != _FabricInfo.COMPLETED or not any(cluster):

@@ -1,4 +1,4 @@
-"""Processes of this machine: which machine that is, what has become of them, and what belongs to one of them."""
+"""The identity of this machine, the state of its processes, and objects that belong to one process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NoReturn, TypeVar
 from megatron_ep.diagnosis.blame import ENDED
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Processes in different ones do not reach each other's memory: /proc/PID is another process there, or CUDA IPC fails.
+# Processes in different namespaces cannot map each other's memory: /proc/PID is another process, or CUDA IPC fails.
 NAMESPACES = ("pid", "ipc")
 
 Own = TypeVar("Own", bound="OfOneProcess")
 
 
 class OfOneProcess:
-    """What copies of its owner share, such as those of a module whose weights are averaged, and no pickle holds."""
+    """An object that copies of its owner share, such as copies of a module for averaged weights; it refuses pickle."""
 
     def __copy__(self: Own) -> Own:
         return self
@@ -35,19 +35,20 @@ class OfOneProcess:
 
 
 def machine() -> str:
-    """What tells this machine from others, also from one of the same name: two processes that are told the same can
-    share memory, as far as their users may. A container with its own processes is a machine of its own."""
+    """Returns the identity of this machine, which differs from that of another machine with the same name. Processes
+    with equal identities can share memory if their users may. A container with its own PID or IPC namespace is a
+    separate machine."""
     parts = [socket.gethostname()]
     try:
         parts.append(f"boot {BOOT.read_text().strip()}")
         parts += [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
-    except OSError:  # a sandbox without them
+    except OSError:  # a sandbox may lack these files
         pass
     return ", ".join(parts)
 
 
 def started() -> float:
-    """When this process was, by `time.time()`; infinity where that cannot be told."""
+    """Returns the start of this process in the time of `time.time()`; infinity if it is unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
@@ -56,13 +57,13 @@ def started() -> float:
 
 
 def process_fate(pid: int) -> str | None:
-    """What has become of a process of this machine: "has ended", "is stopped"; None while it runs."""
+    """Returns "has ended" or "is stopped" for a process of this machine; None while it runs."""
     return _fate(Path(f"/proc/{pid}"))
 
 
 def has_ended(pid: int) -> bool:
-    """Whether nothing of a process of this machine runs any more: one that was killed may be a zombie before the last
-    of its threads is."""
+    """Returns whether no thread of a process of this machine runs. A killed process may be a zombie before the last of
+    its threads is."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -72,7 +73,7 @@ def has_ended(pid: int) -> bool:
 
 def _fate(task: Path) -> str | None:
     try:
-        # its name is cut to 15 bytes, perhaps inside a character
+        # The name in it is cut to 15 bytes, perhaps inside a character.
         state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ENDED
