@@ -1,7 +1,7 @@
-"""The module that programs get for `import deep_ep`, over this library: see docs/deepep.md.
+"""The module that replaces `deep_ep` for programs that import it: see docs/deepep.md.
 
-    python -m megatron_ep.deep_ep script.py ARGS...      runs a script for which `deep_ep` is this
-    import megatron_ep.deep_ep; megatron_ep.deep_ep.install()    the same from here on, and in child processes
+    python -m megatron_ep.deep_ep script.py ARGS...      runs a script with this module as `deep_ep`
+    import megatron_ep.deep_ep; megatron_ep.deep_ep.install()    replaces it from here on, also in child processes
 
 The names are DeepEP's, which is not part of this project. Functions that are not supported raise NotImplementedError.
 """
@@ -21,7 +21,7 @@ from megatron_ep.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, 
 from megatron_ep.deep_ep.elastic_handle import EPHandle
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap
 
-__version__ = "1.2.1+megatron_ep"  # the interface that this is, and whose it is
+__version__ = "1.2.1+megatron_ep"  # DeepEP's version with this interface, and its implementation
 
 __all__ = [
     "Buffer",
@@ -38,7 +38,7 @@ __all__ = [
 
 topk_idx_t = torch.int64
 
-SHIM = Path(__file__).parent / "shim"  # a folder with a module `deep_ep` that is this
+SHIM = Path(__file__).parent / "shim"  # has a module `deep_ep` that imports this one
 
 
 def install() -> None:

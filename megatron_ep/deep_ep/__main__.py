@@ -1,4 +1,4 @@
-"""Runs a script for which `deep_ep` is megatron_ep.deep_ep:
+"""Runs a script with megatron_ep.deep_ep as `deep_ep`:
 
 python -m megatron_ep.deep_ep script.py ARGS...
 """
@@ -22,8 +22,8 @@ def main() -> None:
         sys.exit(2)
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.parent)  # as if it were run by itself
-    install()  # processes that it spawns get this path
+    sys.path[0] = str(script.parent)  # as Python does for a script
+    install()  # after the line above, because processes that the script spawns get this path
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -24,16 +24,16 @@ DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Te
 
 
 class Buffer(LowLatencyCalls):
-    """Normal and low-latency mode of a process group, on GPUs or on the CPU, wherever the tensors are.
+    """Normal and low-latency mode of a process group, on the GPUs or the CPU, where the tensors of a call are.
 
-    The constructor allocates nothing: the first dispatch sets up memory for the number of experts that it names.
+    The constructor allocates nothing: the first dispatch sets up memory for its number of experts.
 
     group: a group of any backend of torch.distributed.
-    comm: instead of a group a communicator of mpi4py, which then becomes the attribute group. torch.distributed need
-        not be initialized, and the constructor is collective.
-    num_nvl_bytes, num_rdma_bytes: stored; the memory taken is what the largest call so far needed. The low-latency mode
-        has room for as many tokens as get_low_latency_rdma_size_hint needs num_rdma_bytes for, or more if a call does.
-    enable_shrink: low-latency calls continue without ranks that do not come.
+    comm: a communicator of mpi4py instead of a group; it becomes the attribute group. torch.distributed need not be
+        initialized, and the constructor is collective.
+    num_nvl_bytes, num_rdma_bytes: stored; memory grows to what the largest call needs. The low-latency mode has room
+        for the tokens for which get_low_latency_rdma_size_hint returns num_rdma_bytes, or for more if a call needs it.
+    enable_shrink: low-latency calls continue without ranks that do not take part.
     num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: ignored.
 
     Raises ValueError without group and comm, or for numbers of bytes that are not multiples of 128. Calls raise
@@ -84,8 +84,7 @@ class Buffer(LowLatencyCalls):
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Sets the SMs of buffers set up from now on, for calls without a config. Raises ValueError unless it is
-        even."""
+        """Sets the SMs of new buffers, for calls without a config. Raises ValueError unless the number is even."""
         require_int("new_num_sms", new_num_sms, 2, MAX_CHANNELS)
         if new_num_sms % 2:
             raise ValueError(f"new_num_sms is {new_num_sms}, must be even")
@@ -132,7 +131,7 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchLayout:
-        """Counts where this rank's tokens go.
+        """Counts the destinations of this rank's tokens.
 
         Returns tokens per rank int32 [W]; per node of 8 ranks int32 [W / 8], None up to 8 ranks; per expert int32 [E];
         whether a token goes to a rank bool [T, W]; the event. On a GPU invalid ids are not counted here; the dispatch
@@ -173,13 +172,13 @@ class Buffer(LowLatencyCalls):
 
         x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
             float32 or int32.
-        handle: that of an earlier dispatch, whose layout and buffer are used again regardless of config; then the three
-            results after x are None, and so is the handle.
+        handle: handle of an earlier dispatch, whose layout and buffer are used again regardless of config; then the
+            three results after x are None, and so is the handle.
         num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
         num_tokens_per_expert: int32 [E]: determines E, and without topk_idx the numbers that are returned.
-        is_token_in_rank: bool [T, W]: where tokens go, if topk_idx is not given.
+        is_token_in_rank: bool [T, W]: destinations of tokens, if topk_idx is not given.
         topk_idx, topk_weights: [T, K], int64 or int32, -1 for no expert, K <= 32; float32 [T, K]. Both or neither.
-        expert_alignment: the numbers of rows of experts are rounded up to it; rows are not padded.
+        expert_alignment: rounds up the numbers of rows of experts; rows are not padded.
         num_worst_tokens: fixes R, and the host does not wait. Rows after the last one have no experts (-1). If more
             tokens come, the last ones are omitted, weights are NaN, and `megatron_ep.raise_if_failed` raises
             EPOverflowError.
@@ -253,10 +252,10 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sums each token's rows over the ranks that had it.
+        """Sums each token's rows over the ranks that received it.
 
         x: [R, H], contiguous; bfloat16, float16, float32 or float64.
-        topk_weights: float32 [R, K], summed over the ranks as the rows are, whatever experts they are of.
+        topk_weights: float32 [R, K], summed over the ranks as the rows are, regardless of their experts.
         bias: one or two [T, H], added to the sums.
 
         Returns [T, H], zeros for a token without rows; [T, K] or None; the event for async_finish.

@@ -11,13 +11,13 @@ from megatron_ep import _C, config
 from megatron_ep.buffer import sizes
 from megatron_ep.normal.api import MAX_PADDED_ROWS
 
-ALIGNMENT = 128  # of numbers of bytes
-NODE_RANKS = 8  # DeepEP's nodes
+ALIGNMENT = 128  # bytes, to whose multiples sizes are rounded up
+NODE_RANKS = 8  # ranks of a node in DeepEP
 
 
 @dataclass(frozen=True)
 class Config:
-    """num_sms is used; the sizes of chunks are kept and change nothing: rings and batches are sized by this library."""
+    """DeepEP's Config. Only num_sms is used: the sizes of chunks are stored and ignored."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -38,13 +38,13 @@ class Config:
                 )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes that a buffer takes on each rank, without what it needs for other nodes. Any number will do: buffers
-        are as large as they have to be."""
+        """Returns the bytes of a buffer on each rank, without those for other nodes. Buffers accept any number: they
+        are as large as calls need."""
         parts = self._parts(hidden_bytes, num_ranks)
         return _align(sum(size for name, size in parts.items() if not name.startswith("network")))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """The rest; 0 on one node."""
+        """Returns the bytes for other nodes; 0 on one node."""
         parts = self._parts(hidden_bytes, num_ranks)
         return _align(sum(size for name, size in parts.items() if name.startswith("network")))
 
@@ -56,7 +56,7 @@ class Config:
 
 
 def topology_of(num_ranks: int) -> config.Topology:
-    """As DeepEP's sizes are computed: nodes of 8, or one node of any other number."""
+    """Returns the topology for which DeepEP computes sizes: nodes of 8 ranks, or one node of any other number."""
     config.require_int("num_ranks", num_ranks, 1, config.MAX_RANKS)
     if num_ranks > NODE_RANKS and num_ranks % NODE_RANKS == 0:
         return config.Topology(num_ranks // NODE_RANKS, NODE_RANKS)
@@ -64,7 +64,7 @@ def topology_of(num_ranks: int) -> config.Topology:
 
 
 def row_class(row_bytes: int) -> int | None:
-    """What a buffer for such rows is made for, `Config.row_bytes`: rows of about the same size share one."""
+    """Returns `Config.row_bytes` of a buffer for such rows: a power of two, so that rows of similar size share one."""
     return None if row_bytes <= sizes.WIDEST_ROW_BYTES else 1 << (row_bytes - 1).bit_length()
 
 
@@ -77,7 +77,7 @@ def combine_preset(num_sms: int, num_ranks: int) -> Config:
 
 
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes that the low-latency mode takes on each rank, for any K that DeepEP has (11 at most)."""
+    """Returns the bytes that the low-latency mode takes on each rank, for any K of DeepEP (at most 11)."""
     ranks = topology_of(num_ranks)
     row = _C.RowFormat(payload_bytes=2 * hidden, scale_bytes=0, weight_bytes=0, topk=11, payload_type=0)
     heap = _C.LowLatencyHeap(
@@ -95,7 +95,7 @@ def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts:
 
 
 def tokens_in(num_bytes: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """The most tokens of a rank for which the low-latency mode takes no more than so many bytes; 0 if none."""
+    """Returns the largest number of tokens per rank for which the low-latency mode takes at most `num_bytes`, or 0."""
     most = min(config.MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // num_experts)
     return bisect.bisect_right(
         range(1, most + 1), num_bytes, key=lambda tokens: low_latency_bytes(tokens, hidden, num_ranks, num_experts)
@@ -110,7 +110,7 @@ def scratch(
     offset: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(memory, view of it from a byte on) of so many bytes that nobody else uses, made when first asked for."""
+    """Returns `num_bytes` bytes of memory, new if tensor is None, and a view of it from the byte `offset` on."""
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if tensor is None else tensor
     elements = memory[offset : offset + (len(memory) - offset) // dtype.itemsize * dtype.itemsize].view(dtype)
     if size is None:

@@ -21,8 +21,8 @@ from megatron_ep.deep_ep.transfers import Received, Routes, Rows
 from megatron_ep.meeting import nodes
 
 Event = EventHandle | EventOverlap | None
-BYTES = 2 << 20  # numbers of bytes are rounded up to it
-COLUMN_ALIGNMENT = 4  # of scales, in elements
+BYTES = 2 << 20  # bytes, to whose multiples sizes are rounded up
+COLUMN_ALIGNMENT = 4  # elements, to whose multiples columns of scales are aligned
 NOT_HERE = (
     "agrs_get_inplace_tensor",
     "agrs_new_session",
@@ -43,11 +43,11 @@ NOT_HERE = (
 
 
 class ElasticBuffer(OverInstances):
-    """Dispatch and combine of a process group, on GPUs or on the CPU, wherever the tensors are.
+    """Dispatch and combine of a process group, on the GPUs or the CPU, where the tensors of a call are.
 
-    The constructor allocates nothing: the first dispatch sets up memory for the number of experts that it names.
+    The constructor allocates nothing: the first dispatch sets up memory for its number of experts.
 
-    num_bytes: stored, or computed from the sizes after it; the memory taken is what calls need.
+    num_bytes: stored, or computed from the sizes after it; memory grows to what calls need.
     num_max_tokens_per_rank: the largest number of tokens of a rank, unless a dispatch passes another number. 0: any
         number; then a dispatch with do_cpu_sync=False has to pass it.
     allow_multiple_reduction: whether the sum of a token's rows may be rounded more than once, because each rank sums
@@ -123,7 +123,7 @@ class ElasticBuffer(OverInstances):
         return -(-sum(hint(2 * hidden, num_ranks) for hint in hints) // BYTES) * BYTES
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """See the function of this name."""
+        """Calls the function `get_logical_domain_size`."""
         return get_logical_domain_size(self.group)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class ElasticBuffer(OverInstances):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Runs the group's barrier. with_cpu_sync: the host waits, too."""
+        """Runs the group's barrier. with_cpu_sync: the host waits as well."""
         dist.barrier(self.group)
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -181,16 +181,16 @@ class ElasticBuffer(OverInstances):
         do_expand: False: one row for each token that chose an expert of a rank, in the order of (source rank, token),
             with its local ids [R, K] (-1: of another rank) and all its weights [R, K]. True: one row for each of a
             token's experts, grouped by expert, each group padded with zeros to expert_alignment; no ids, weights [R].
-        num_max_tokens_per_rank: T must not be larger. 0: any T.
+        num_max_tokens_per_rank: largest T. 0: any T.
         do_cpu_sync: None: True, without a handle. False: R is fixed by num_max_tokens_per_rank, which all ranks must
             pass equally, and the host does not wait. If it is smaller here than elsewhere and more tokens come, the
             last ones are omitted, weights are NaN, and `megatron_ep.raise_if_failed` raises EPOverflowError.
-        handle: of an earlier dispatch with or without do_expand, whose layout is used again.
+        handle: handle of an earlier dispatch with or without do_expand, whose layout is used again.
         do_handle_copy: False: the handle has topk_idx itself, not a copy.
         use_tma_aligned_col_major_sf: scales are column-major, columns aligned to 16 bytes.
         num_sms: 0: this library's default. num_qps, allocate_on_comm_stream, do_zero_padding: ignored.
 
-        Returns rows (and scales), ids, weights, the handle (that of an earlier dispatch itself), the event.
+        Returns rows (and scales), ids, weights, the handle (the argument, if one was passed), the event.
         """
         has_counts = do_cpu_sync is None or do_cpu_sync
         alignment = 1 if expert_alignment is None else expert_alignment
@@ -253,7 +253,7 @@ class ElasticBuffer(OverInstances):
         """Sums each token's rows.
 
         x: rows in the layout of the handle's dispatch, any dtype that megatron_ep.combine takes.
-        topk_weights: those of that dispatch; return as [T, K], each from the rank that has the expert, 0 for -1.
+        topk_weights: weights from that dispatch; they return as [T, K], each from the rank of its expert, 0 for -1.
         bias: one or two [T, H], added to the sums.
 
         Returns [T, H]; [T, K] or None; the event.
@@ -349,7 +349,7 @@ class ElasticBuffer(OverInstances):
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Returns the number of nodes and of ranks per node, as buffers form them.
+    """Returns the number of nodes and of ranks per node of buffers.
 
     Uses MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has started on each machine if their number divides the
     group's; otherwise one node. Raises ValueError if MEGATRON_EP_RANKS_PER_NODE does not divide it.

@@ -1,4 +1,4 @@
-"""What DeepEP's V2 gives as a handle."""
+"""The handle of DeepEP's V2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NONE = -1
 
 
 def max_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
-    """R where it is fixed."""
+    """Returns R if it is fixed: room for all rows that may arrive. tokens: tokens of all ranks."""
     if is_flat:
         return tokens
     rows = tokens * min(topk, local_experts) + (alignment - 1) * local_experts
@@ -21,21 +21,21 @@ def max_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat
 
 
 class EPHandle:
-    """What a dispatch of `ElasticBuffer` learned. Its attributes may be set; those of tensors are made when somebody
-    asks for them.
+    """The layout of a dispatch of `ElasticBuffer`. Attributes may be set; tensors are created on first access.
 
-    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
-    topk_idx: [T, K], the caller's, or a copy.
-    num_recv_tokens_per_expert_list: rows of each local expert, rounded up to the alignment; [] without a host's wait.
-    num_recv_tokens: tokens that came here, or R where that was fixed.
-    num_expanded_tokens: rows of a dispatch with do_expand, whatever this one had; R of it where that was fixed.
+    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: arguments of the dispatch.
+    topk_idx: [T, K], the caller's tensor, or a copy.
+    num_recv_tokens_per_expert_list: rows of each local expert, rounded up to the alignment; [] if the host did not
+        wait.
+    num_recv_tokens: tokens that this rank received, or R if it was fixed.
+    num_expanded_tokens: rows of a dispatch with do_expand and this layout, or R of such a dispatch if it was fixed.
     num_unaligned_recv_tokens_per_expert: int32 [L], not rounded up.
-    psum_num_recv_tokens_per_expert: int32 [L]: the sum of the rounded numbers up to each expert; with do_expand that of
-        the experts before it and its own number, not rounded: where its rows end.
-    psum_num_recv_tokens_per_scaleup_rank: int32 [ranks of a node]: the tokens of ranks with a local rank up to this.
-    recv_src_metadata: int32 [tokens that came here, K + 2]: source rank * num_max_tokens_per_rank + token; local rank
-        of the source * K + the last k that chose this rank; with do_expand the row of each k, else -1.
-    dst_buffer_slot_idx: int32 [T, K]: at the last k that chose a rank, how many of this rank's tokens before this one
+    psum_num_recv_tokens_per_expert: int32 [L], the inclusive sum of the rounded numbers; with do_expand the end of each
+        expert's rows without its padding.
+    psum_num_recv_tokens_per_scaleup_rank: int32 [ranks of a node], inclusive sum of the tokens from each local rank.
+    recv_src_metadata: int32 [tokens received, K + 2]: source rank * num_max_tokens_per_rank + token; local rank of the
+        source * K + the last k that chose this rank; with do_expand the row of each k, else -1.
+    dst_buffer_slot_idx: int32 [T, K]: at the last k that chose a rank, the number of earlier tokens of this rank that
         went there; else -1.
     """
 
@@ -54,7 +54,7 @@ class EPHandle:
         num_sms: int,
         has_counts: bool,
     ):
-        self.routes = {not do_expand: routes}  # by whether rows are flat
+        self.routes = {not do_expand: routes}  # the key says whether rows are flat
         self.do_expand = do_expand
         self.num_experts = routes.group.config.num_experts
         self.expert_alignment = expert_alignment
@@ -76,7 +76,7 @@ class EPHandle:
         return self.routes[not self.do_expand]
 
     def of_layout(self, is_flat: bool) -> Routes:
-        """The routes for flat rows, or for grouped ones."""
+        """Returns the routes for flat rows, or for grouped ones."""
         if is_flat not in self.routes:
             self.routes[is_flat] = self.routes[not is_flat].of_layout(is_flat)
         return self.routes[is_flat]
@@ -113,7 +113,7 @@ def _metadata(handle: EPHandle) -> torch.Tensor:
     tokens, topk = chosen.shape
     row = torch.arange(tokens, dtype=torch.int32, device=chosen.device)
     ends = routes.rows_per_rank.cumsum(0, dtype=torch.int32)
-    # rows behind the last that came, of a fixed number, are of nobody
+    # If R is fixed, rows after the last one that arrived have no source; the clamp keeps their index valid.
     source = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(len(ends) - 1)
     last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
     local_rank = source % routes.group.topology.ranks_per_node

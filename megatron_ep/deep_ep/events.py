@@ -1,4 +1,4 @@
-"""DeepEP's events, and calls on a stream of their own."""
+"""DeepEP's events, and calls on a separate stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Result = TypeVar("Result")
 
 
 class EventHandle:
-    """What the current stream has been given when this is made. Nothing on a machine without a GPU."""
+    """An event after all work on the current stream at its construction; empty on a machine without a GPU."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
     def current_stream_wait(self) -> None:
-        """The current stream goes on when that is done; the host does not wait."""
+        """Makes the current stream wait for the event; the host does not wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -30,10 +30,10 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that a call returns, None unless the call was asked to be asynchronous. As a context manager it lets
-    the current stream wait at the end of the block.
+    """The event of a call, None unless the call is asynchronous. As a context manager it makes the current stream wait
+    at the end of the block.
 
-    extra_tensors: kept as long as this.
+    extra_tensors: tensors that are kept as long as this object.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
@@ -43,7 +43,7 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Raises ValueError if there is no event."""
+        """Makes the current stream wait for the event. Raises ValueError if there is none."""
         if self.event is None:
             raise ValueError("event is None, must be of a call with async_finish=True")
         self.event.current_stream_wait()
@@ -54,7 +54,7 @@ class EventOverlap:
             self.event = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
-        """Called once, behind the next wait. Raises ValueError if there is one already."""
+        """Registers a function that is called once, after the next wait. Raises ValueError if there is one already."""
         if self._after_wait is not None:
             raise ValueError("hook_after_wait is the second one, must be registered after a wait for the first")
         self._after_wait = hook_after_wait
@@ -73,7 +73,7 @@ class EventOverlap:
 
 
 def handle_of(previous_event: EventOverlap | EventHandle | None) -> EventHandle | None:
-    """V1 passes what it was given as `event`, V2 an EventHandle."""
+    """Returns the EventHandle of an argument, which users of V1 wrap in an EventOverlap."""
     return previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
 
 
@@ -85,10 +85,10 @@ def run(
     is_async: bool,
     tensors_of: Callable[[Result], Iterable[torch.Tensor | None]],
 ) -> tuple[Result, EventOverlap]:
-    """call() on the current stream, or if asynchronous on one of its own.
+    """Runs call() on the current stream, or on the communication stream if it is asynchronous.
 
-    read: the tensors that it reads; tensors_of: of its result, those that the current stream will use.
-    previous_event: what has to be reached before. None: all that the current stream has been given.
+    read: tensors that it reads; tensors_of: returns the tensors of its result that the current stream will use.
+    previous_event: event that it waits for. None: all work on the current stream so far.
     """
     before = handle_of(previous_event)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The tuples that DeepEP's V1 gives as handles. Their elements are made when somebody asks for them."""
+"""The tuples that are handles in DeepEP's V1. Their elements are created on access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.meeting.processes import OfOneProcess
 
-UNKNOWN = -1  # of elements: what only other ranks know
+UNKNOWN = -1  # value of elements that only other ranks know
 
 
 class _LazyTuple(OfOneProcess, tuple[Any, ...]):
@@ -43,10 +43,10 @@ class _LazyTuple(OfOneProcess, tuple[Any, ...]):
 
 
 class NormalHandle(_LazyTuple):
-    """Handle of a dispatch in normal mode, as on one node: rank_prefix_matrix int32 [W, W] (entry [i][j]: tokens of
-    ranks 0..i for rank j; this rank's column, -1 elsewhere), channel_prefix_matrix and recv_channel_prefix_matrix int32
-    [W, C] (-1 all over), recv_src_idx int32 [R] (a row's token at its source), is_token_in_rank bool [T, W], send_head
-    int32 [T, W] (-1 where a rank does not get a token, else 0)."""
+    """Handle of a dispatch in normal mode, in the form for one node: rank_prefix_matrix int32 [W, W] (entry [i][j]:
+    tokens of ranks 0..i for rank j in this rank's column, -1 elsewhere), channel_prefix_matrix and
+    recv_channel_prefix_matrix int32 [W, C] (all -1), recv_src_idx int32 [R] (a row's token at its source),
+    is_token_in_rank bool [T, W], send_head int32 [T, W] (0 for each rank that gets the token, -1 for others)."""
 
     LENGTH = 6
 
@@ -76,8 +76,8 @@ class NormalHandle(_LazyTuple):
 
 
 class LowLatencyTuple(_LazyTuple):
-    """Handle of a low-latency dispatch: src_info int32 [L, M] (a row's token at its source; anything behind the last
-    row), layout_range int64 [L, W] (where the rows of a source begin << 32 | how many), T_max, H, E. M = W * T_max."""
+    """Handle of a low-latency dispatch: src_info int32 [L, M] (a row's token at its source; undefined after the last
+    row), layout_range int64 [L, W] (first row of a source << 32 | its number of rows), T_max, H, E. M = W * T_max."""
 
     LENGTH = 5
 
@@ -97,12 +97,12 @@ class LowLatencyTuple(_LazyTuple):
 
     @functools.cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """src_info and layout_range, from where a dispatch notes the rows of every token that came here."""
+        """src_info and layout_range, from the table of the rows of every token that arrived."""
         self.handle.check_received()
         local_experts, max_rows, _ = self.shape
         dst_rows, is_row = self.handle.rows_of_tokens(self.handle.ranks[0])
         (world, max_tokens, _), device = dst_rows.shape, dst_rows.device
-        # what is no row goes to an element behind the last one
+        # Choices without a row go to an extra element at the end, which is dropped.
         place = torch.where(is_row, dst_rows, local_experts * max_rows).long()
         source = torch.arange(world, device=device).view(world, 1, 1).expand_as(dst_rows)
         token = torch.arange(max_tokens, dtype=torch.int32, device=device).view(1, -1, 1).expand_as(dst_rows)

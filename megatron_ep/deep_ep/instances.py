@@ -1,5 +1,6 @@
-"""The buffers behind a DeepEP buffer, made when the first call needs them: DeepEP's constructors do not say for how
-many experts, nor on which device. All ranks make the same calls, so they make the same buffers."""
+"""The buffers of this library that implement a DeepEP buffer. They are created by the first call that needs them,
+because DeepEP's constructors have neither the number of experts nor the device. All ranks make the same calls, so they
+create the same buffers."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ TOO_FEW_ROWS = (
 class Instances:
     """Buffers of one DeepEP buffer's ranks. Handles keep their buffer: it closes with the last of them.
 
-    There is one for each device and number of experts, and one for the low-latency mode, as large as the largest call
-    so far has needed: a larger call replaces it.
+    There is one for each device and number of experts, and one for the low-latency mode, with the size of the largest
+    call so far: a larger call replaces it.
 
-    timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
-    low_latency_bytes: what the low-latency mode is made for, as `config.low_latency_bytes` counts, if calls need less.
+    timeout: seconds that a wait may take; None: the default of `megatron_ep.Config`.
+    low_latency_bytes: least size of the low-latency mode, see `config.low_latency_bytes`.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Instances:
         self._row_limits: dict[Buffer, RowLimit] = {}
         self._low_latency: dict[tuple[Any, ...], LowLatency] = {}
         self._of_low_latency: dict[tuple[Any, ...], Buffer] = {}
-        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # of what is under the same key
+        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # size of the buffer or mode with that key
 
     def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
-        """Collective if it is made or replaced."""
+        """Returns the buffer for such a call. Collective if it is created or replaced."""
         require_int("num_experts", num_experts, 1, MAX_EXPERTS)
         if device.type == "cpu":
             num_sms = None
@@ -64,7 +65,7 @@ class Instances:
         return self._normal[key]
 
     def _grown(self, key: tuple[Any, ...], wanted: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """What fits calls of this size and all before, and whether there is no such thing yet."""
+        """Returns the size that fits this call and all earlier ones, and whether it is larger than before."""
         had = self._sizes.get(key)
         size = wanted if had is None else tuple(map(max, wanted, had))
         return size, size != had
@@ -76,7 +77,7 @@ class Instances:
     def low_latency(
         self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
     ) -> LowLatency:
-        """Returns the mode with room for such a call. Collective if it is made or replaced."""
+        """Returns the mode with room for such a call. Collective if it is created or replaced."""
         require_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
         require_int("K of topk_idx", topk, 1, MAX_TOPK)
         require_int("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -94,7 +95,7 @@ class Instances:
                 room = tokens_in(self._low_latency_bytes, hidden, self._ranks.size, num_experts)
                 max_tokens = max(max_tokens, room)
             for modes in (self._low_latency, self._of_low_latency):
-                modes.pop(key, None)  # its memory can be used again, unless handles keep it
+                modes.pop(key, None)  # frees its memory for the new one, unless handles keep it
             buffer = self._of_low_latency[key] = self.normal(device, num_experts, None, 2 * hidden)
             policy = "mask" if self._masks else "raise"
             self._low_latency[key] = LowLatency(
@@ -107,21 +108,21 @@ class Instances:
         return list(self._low_latency.values())
 
     def reset(self) -> None:
-        """Collective: see `megatron_ep.Buffer.reset`."""
+        """Resets all buffers: see `megatron_ep.Buffer.reset`. Collective."""
         for buffer in self._buffers():
             buffer.reset()
 
     def _buffers(self) -> list[Buffer]:
-        """In the same order on all ranks."""
-        # a low-latency mode keeps its buffer, whatever has replaced that here
+        """Returns the buffers in the same order on all ranks."""
+        # A low-latency mode keeps its buffer, even if another one has replaced it in `_normal`.
         return list(dict.fromkeys((*self._normal.values(), *self._of_low_latency.values())))
 
     def close(self) -> None:
-        """Does not wait for other ranks."""
+        """Closes all buffers, without waiting for other ranks."""
         buffers = self._buffers()
         for made in (self._low_latency, self._of_low_latency, self._normal, self._sizes):
             made.clear()
-        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: others tell of it
+        with contextlib.suppress(RuntimeError):  # a GPU that no longer works is reported elsewhere
             for limit in self._row_limits.values():
                 limit.report_unseen()
         self._row_limits.clear()
@@ -130,19 +131,19 @@ class Instances:
 
 
 class OverInstances(OfOneProcess):
-    """What DeepEP's V1 and V2 buffers have alike. runtime: None once it is destroyed."""
+    """Base of DeepEP's V1 and V2 buffers. runtime: None once the buffer is destroyed."""
 
     runtime: Instances | None
 
     def destroy(self) -> None:
-        """Gives the memory back. Other ranks need not do so at the same time."""
+        """Frees the memory, independently of other ranks."""
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close()
 
     def reset(self) -> None:
-        """Makes the buffer usable again after an error, and takes masked ranks back that live. Collective. DeepEP has
-        nothing like it."""
+        """Makes the buffer usable again after an error, and readmits masked ranks that live. Collective. DeepEP has no
+        such method."""
         self._instances().reset()
 
     def _instances(self) -> Instances:

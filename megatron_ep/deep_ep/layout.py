@@ -1,4 +1,4 @@
-"""Where a rank's tokens go, as DeepEP's V1 tells it and is told it."""
+"""The layouts of DeepEP's V1: counts and destinations of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ep.normal.api import MAX_TOPK
 
 
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """Raises ValueError for what is no topk_idx [T, K], and on the CPU for ids that are none."""
+    """Raises ValueError unless topk_idx is a valid [T, K], and on the CPU for invalid ids."""
     if not isinstance(topk_idx, torch.Tensor):
         raise ValueError(f"topk_idx is a {type(topk_idx).__name__}, must be a tensor")
     api.check_ids([topk_idx])
@@ -24,11 +24,11 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
 def layout_of(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """topk_idx [T, K] to tokens per rank int32 [W], per node of 8 ranks int32 [W / 8] or None, per expert int32 [E],
-    and which go to which rank, bool [T, W]. An expert that a token names twice counts twice; an id that is none does
-    not count."""
+    """Returns tokens per rank int32 [W], per node of 8 ranks int32 [W / 8] or None, per expert int32 [E], and whether a
+    token goes to a rank, bool [T, W]. topk_idx: [T, K]; a repeated expert counts twice, an invalid id does not
+    count."""
     ids = topk_idx.long()
-    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)  # all that are none count in the last
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)  # invalid ids count in an extra element
     experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
     experts.scatter_add_(0, ids.flatten(), torch.ones_like(ids, dtype=torch.int32).flatten())
     ranks = ids.div(num_experts // num_ranks, rounding_mode="floor")
@@ -42,7 +42,7 @@ def layout_of(
 
 
 def ids_of_ranks(is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """bool [T, W] to int64 [T, W]: the first expert of each rank that a token goes to, or -1."""
+    """Takes bool [T, W]; returns int64 [T, W], the first expert of each rank that a token goes to, or -1."""
     num_ranks = is_token_in_rank.shape[1]
     if num_ranks > MAX_TOPK:
         refuse("topk_idx", None, f"give topk_idx with more than {MAX_TOPK} ranks")
@@ -51,7 +51,7 @@ def ids_of_ranks(is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tens
 
 
 def counts_of_all(buffer: Buffer, num_tokens_per_expert: torch.Tensor) -> list[int]:
-    """int32 [E] of each rank to their sums for this rank's experts: a row of L numbers from each rank to each."""
+    """Sums int32 [E] over ranks for this rank's experts: every rank dispatches a row of L numbers to each rank."""
     world, local_experts = buffer.topology.world_size, buffer.num_local_experts
     counts = num_tokens_per_expert.int().view(world, local_experts)
     ids = torch.arange(0, world * local_experts, local_experts, device=counts.device).view(world, 1)

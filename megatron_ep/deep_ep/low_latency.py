@@ -18,7 +18,7 @@ from megatron_ep.errors import EPError
 from megatron_ep.meeting.rendezvous import RankEndedError
 
 Hook = Callable[[], None]
-NAMES = {  # in errors of `megatron_ep.LowLatency`, and what is meant here
+NAMES = {  # names in errors of `megatron_ep.LowLatency`, and those of DeepEP's arguments
     "max_tokens = ": "num_max_dispatch_tokens_per_rank = ",
     "LowLatency's hidden and dtype": "a row in bfloat16 as of the dispatch",
     **dict.fromkeys(("fp8='fp32'", "fp8='pow2'", "fp8='ue8m0'"), "use_fp8=True"),
@@ -38,15 +38,15 @@ def _in_names_of_deep_ep() -> Iterator[None]:
 
 
 class LowLatencyCalls(OverInstances):
-    """Low-latency calls: a token goes straight to each rank that wants it, at most num_max_dispatch_tokens_per_rank
-    (1024) tokens from each rank."""
+    """Low-latency calls: tokens are sent directly to the ranks of their experts, at most
+    num_max_dispatch_tokens_per_rank (1024) from each rank."""
 
     group_size: int
     enable_shrink: bool
     _asked_to_mask: set[int]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: the two modes share no memory."""
+        """Does nothing, because the two modes share no memory."""
 
     @_in_names_of_deep_ep()
     def low_latency_dispatch(
@@ -139,12 +139,12 @@ class LowLatencyCalls(OverInstances):
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Sums the rows x [L, M, H] of each token to [T, H], times topk_weights float32 [T, K], in the order of k.
 
-        topk_idx: that of the dispatch. A choice that is -1 only here gets a weight of 0: its row still travels, and
+        topk_idx: topk_idx of the dispatch. A choice that is -1 only here gets a weight of 0: its row still travels, and
             must be finite, as NaN or infinity times 0 is NaN.
-        handle: may be combined any number of times.
+        handle: handle of the dispatch, which may be combined any number of times.
         zero_copy: x is the result of `get_next_low_latency_combine_buffer` for this handle, if that was called. Rows
-            are read in place in any case.
-        use_logfmt: raises NotImplementedError: rows travel unchanged.
+            are always read in place.
+        use_logfmt: True raises NotImplementedError, because rows travel unchanged.
         """
         if use_logfmt:
             refuse("use_logfmt", True, "rows are combined in bfloat16")
@@ -191,12 +191,12 @@ class LowLatencyCalls(OverInstances):
             handle.combine_buffer = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
         return handle.combine_buffer
 
-    # ---- ranks that stay away
+    # ---- masked ranks
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank in low-latency calls from now on: all ranks that stay have to call it.
+        """Masks a rank in further low-latency calls. All other ranks have to call this.
 
-        With mask=False, takes back a rank whose process lives: all ranks, including masked ones, have to call it
+        With mask=False, readmits a rank whose process lives: all ranks, including masked ones, have to call it
         together, as with `reset`. Raises megatron_ep.EPError if one does not come; then nothing changes.
         """
         self._check_shrink()
@@ -217,8 +217,8 @@ class LowLatencyCalls(OverInstances):
         mask_status.copy_(torch.tensor(asked, dtype=torch.int32, device=mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes back all ranks, on all ranks at once: see `low_latency_update_mask_buffer`. Those whose processes are
-        seen to have ended stay left out, and if no others are, the ranks that live need not come at once."""
+        """Readmits all ranks, with a call on all ranks together: see `low_latency_update_mask_buffer`. Ranks whose
+        processes have ended stay masked; if no others are masked, ranks need not call this together."""
         self._check_shrink()
         try:
             self._take_back(set(range(self.group_size)))
@@ -231,7 +231,7 @@ class LowLatencyCalls(OverInstances):
             raise ValueError("enable_shrink is False, must be True for masks")
 
     def _take_back(self, ranks: set[int]) -> None:
-        """Resets the buffer, which takes back all ranks, and masks the others again."""
+        """Resets the buffer, which readmits all ranks, and masks the ranks that are not in `ranks` again."""
         others = self._masked() - ranks
         if self._instances().all_low_latency():
             self.reset()
@@ -258,7 +258,7 @@ def _check_ends(async_finish: bool, return_recv_hook: bool) -> None:
 
 
 def _on_stream_of_now(device: torch.device, receive: Hook, then: Hook | None = None) -> Hook:
-    """Returns a hook that runs both on the stream that is current now."""
+    """Returns a hook that runs both functions on the stream that is current at this call."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def hook() -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a DeepEP buffer: of a process group of torch, or of a communicator of MPI."""
+"""The ranks of a DeepEP buffer: a process group of torch, or a communicator of mpi4py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 
 class Communicator(Protocol):
-    """What is asked of one of mpi4py."""
+    """The methods of mpi4py's communicators that this module calls."""
 
     def Get_rank(self) -> int: ...
 
@@ -34,7 +34,7 @@ class BufferRanks(Protocol):
 
 
 class GroupRanks:
-    """A group of any backend."""
+    """The ranks of a process group of any backend."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.size = group.rank(), group.size()
@@ -47,8 +47,8 @@ class GroupRanks:
 
 
 class CommunicatorRanks:
-    """A communicator, without torch.distributed being initialised. Construction is collective: rank 0 opens a store of
-    torch, and tells the others where."""
+    """The ranks of a communicator; torch.distributed need not be initialised. Construction is collective: rank 0 opens
+    a TCPStore and broadcasts its address."""
 
     def __init__(self, comm: Communicator):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -60,7 +60,7 @@ class CommunicatorRanks:
 
 
 def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None) -> BufferRanks:
-    """group, or else comm. Raises ValueError without either."""
+    """Returns the ranks of group, or else of comm. Raises ValueError without either."""
     if group is not None:
         return GroupRanks(group)
     if comm is None:

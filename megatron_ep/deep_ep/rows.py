@@ -1,4 +1,4 @@
-"""Rows as DeepEP's calls take them: a tensor, or one of float8 and its scales."""
+"""Rows in DeepEP's calls: a tensor, or a float8 tensor and its scales."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def device_of(x: Rows) -> torch.device:
 
 
 def row_bytes(x: Rows, combined: torch.dtype = torch.bfloat16) -> int:
-    """Returns the bytes of a combined row: in this type, if x's type is smaller."""
+    """Returns the bytes of a row of x, or of one in dtype `combined` if that is larger."""
     values = tensors_of(x)[0]
     return values.shape[-1] * max(combined.itemsize, values.element_size())

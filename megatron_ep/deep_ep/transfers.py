@@ -1,4 +1,4 @@
-"""Dispatches and combines of one rank, as both of DeepEP's interfaces need them. Not differentiable by itself."""
+"""Dispatches and combines of one rank, for both of DeepEP's interfaces. They are not differentiable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Received:
-    """x [R, H], scales [R, S], weights [R, K], or [R] of grouped rows."""
+    """What a dispatch receives: x [R, H], scales [R, S], weights [R, K], or [R] for grouped rows."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -42,10 +42,7 @@ class Received:
 
 @dataclass(eq=False)
 class Routes:
-    """What a dispatch learned.
-
-    ids: topk_idx of the dispatch, [T, K].
-    """
+    """The layout of a dispatch. ids: its topk_idx, [T, K]."""
 
     handle: Handle
     ids: torch.Tensor
@@ -68,24 +65,24 @@ class Routes:
 
     @property
     def weights_shape(self) -> tuple[int, ...]:
-        """Shape of the weights that arrive with the rows."""
+        """The shape of the weights that arrive with the rows."""
         return (self.num_rows, self.handle.topk) if self.handle.is_flat else (self.num_rows,)
 
     @property
     def source_tokens(self) -> torch.Tensor:
-        """int32 [tokens that came here], which token of its source each is; the handle's own, as all tables."""
+        """int32 [tokens received], number of each token at its source. A tensor of the handle, not a copy."""
         tokens = self.rank.source_tokens
         assert tokens is not None
         return tokens
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
-        """int64 [L], as the dispatch was asked to align them."""
+        """int64 [L], rows of each local expert, rounded up to the alignment of the dispatch."""
         return self.rank.counts[1]
 
     @functools.cached_property
     def rows_per_rank(self) -> torch.Tensor:
-        """int32 [W], tokens that came from each."""
+        """int32 [W], tokens received from each rank."""
         heap, world = self.group.heap, self.group.topology.world_size
         first = heap.received_offset(self.num_tokens, self.handle.topk)
         return (
@@ -94,26 +91,26 @@ class Routes:
 
     @functools.cached_property
     def rows_per_expert(self) -> torch.Tensor:
-        """int32 [L], for each local expert, not aligned."""
+        """int32 [L], rows of each local expert, not rounded up."""
         heap = self.group.heap
         first = heap.expert_count_offset(self.num_tokens, self.handle.topk)
         return self.rank.layout[first : first + heap.local_experts].clone()
 
     @functools.cached_property
     def expert_starts(self) -> torch.Tensor:
-        """int32 [L + 1], where each expert's rows begin if they are grouped."""
+        """int32 [L + 1], first row of each local expert if rows are grouped, and the end of the last one's."""
         heap = self.group.heap
         first = heap.expert_start_offset(self.num_tokens, self.handle.topk)
         return self.rank.layout[first : first + heap.local_experts + 1].clone()
 
     @functools.cached_property
     def local_ids(self) -> torch.Tensor:
-        """int32 [tokens that came here, K], their local experts, or -1."""
+        """int32 [tokens received, K], local experts of each token, or -1."""
         rows = self.rank.dst_rows
         if self.handle.is_flat:
             return rows
         expert = torch.searchsorted(self.expert_starts[1:], rows, right=True, out_int32=True)
-        came = torch.arange(len(rows), device=rows.device) < self.rows_per_rank.sum()  # behind these lies anything
+        came = torch.arange(len(rows), device=rows.device) < self.rows_per_rank.sum()  # other rows are undefined
         return torch.where(came.unsqueeze(1) & (rows >= 0), expert, -1)
 
     def of_layout(self, is_flat: bool) -> Routes:
@@ -133,7 +130,7 @@ class Routes:
 
 
 def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, H] and its scales [T, S], of any strides."""
+    """Returns x [T, H] and its scales [T, S], with any strides, or None."""
     return x if isinstance(x, tuple) else (x, None)
 
 
@@ -163,12 +160,14 @@ def dispatch_rows(
     all_weights: bool = False,
     is_flat: bool = True,
 ) -> tuple[Received, Routes]:
-    """ids [T, K], int32 or int64, in [0, E) or -1, may name an expert twice if rows are flat; weights float32 [T, K].
+    """Sends rows to the ranks of their experts. Raises ValueError for invalid arguments.
 
-    num_rows: R, fixed; rows behind the last one hold anything, and have no experts.
-    limit: hears of rows that are left out; then weights are NaN.
-    max_tokens: the most that T may be; 0: any.
-    all_weights: also those of other ranks' experts, which are 0 otherwise, beside flat rows.
+    ids: [T, K], int32 or int64, in [0, E) or -1; repeated experts are allowed if rows are flat.
+    weights: float32 [T, K], or None.
+    num_rows: R, if it is fixed; rows after the last one are undefined, and have no experts.
+    limit: notes omitted rows; weights are NaN after that.
+    max_tokens: largest T; 0: any.
+    all_weights: flat rows also get the weights of experts on other ranks, which are 0 otherwise.
     """
     group = rank_group_of(buffer)
     with group.abort_peers_on_error():
@@ -205,7 +204,7 @@ def dispatch_rows(
 def dispatch_again(
     routes: Routes, x: Rows, weights: torch.Tensor | None = None, *, all_weights: bool = False
 ) -> Received:
-    """With the handle of an earlier dispatch."""
+    """Dispatches with the layout of an earlier dispatch."""
     group = routes.group
     with group.abort_peers_on_error():
         group.check_usable()
@@ -227,12 +226,12 @@ def combine(
     sums_weights: bool = False,
     rounds_once: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [R, H], weights float32 [R, K], or [R] of grouped rows, to the sums [T, H] and the weights [T, K], each of the
-    rank that has the expert. biases: at most two [T, H]: the sums begin with them. Then comes what each rank made of a
-    token, in the order of the last k of each; in fp32, rounded once. So is what a rank makes of its rows of a token,
-    unless it travels in fp32 (rounds_once).
+    """Returns the sums [T, H] of each token's rows, and the weights [T, K], each from the rank of its expert.
 
-    sums_weights: flat rows: the weights of all ranks that had a token, whatever experts they are of, are summed.
+    x: [R, H]. weights: float32 [R, K], or [R] for grouped rows. biases: at most two [T, H].
+    The sum begins with the biases and adds the partial sums of ranks in the order of the last k of each, in fp32,
+    rounded once. A partial sum of a rank is rounded too, unless it travels in fp32 (rounds_once).
+    sums_weights: for flat rows, sums the weights over all ranks that received the token, regardless of their experts.
     """
     group = routes.group
     with group.abort_peers_on_error():

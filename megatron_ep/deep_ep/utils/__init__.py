@@ -1,4 +1,4 @@
-"""`deep_ep.utils`: what its users import of it."""
+"""`deep_ep.utils`: the names that users import from it."""
 
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap
 

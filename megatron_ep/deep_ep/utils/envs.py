@@ -1,4 +1,4 @@
-"""`deep_ep.utils.envs`: how tests start."""
+"""`deep_ep.utils.envs`: the set-up of tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _seeds = {"local": 0, "global": 0}
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:
-    """Joins the job that MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes, not ranks) and RANK (the node) describe: by
-    default num_local_ranks processes of this machine. torch's defaults become the GPU and bfloat16. Returns rank, W and
-    a group of all ranks.
+    """Joins the job of MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes, not ranks) and RANK (the node); by default that is
+    num_local_ranks processes of this machine. torch's default device becomes the GPU, if there is one, and its default
+    dtype bfloat16. Returns rank, W and a group of all ranks.
 
-    Where there are fewer GPUs than processes these share them, over gloo; without a GPU the default device stays the
-    CPU.
+    With fewer GPUs than processes, processes share GPUs, and the group's backend is gloo.
     """
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "8361"))
     nodes, node = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -42,7 +41,7 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
 
 
 def init_seed(seed: int) -> None:
-    """torch's and random's: another one on each rank."""
+    """Seeds torch and random, differently on each rank."""
     _seeds.update(local=seed + dist.get_rank(), **{"global": seed})
     torch.manual_seed(_seeds["local"])
     random.seed(_seeds["local"])
@@ -57,7 +56,7 @@ def get_global_seed() -> int:
 
 
 def dist_print(text: str = "", once_in_node: bool = False) -> None:
-    """Prints on every rank; or on the first one of a node, followed by a barrier of all ranks."""
+    """Prints on every rank, or on the first one of each node, followed by a barrier of all ranks."""
     if not once_in_node:
         print(text, flush=True)
         return

@@ -10,10 +10,10 @@ TRIES = 20
 def get_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool = False
 ) -> torch.Tensor:
-    """float32 [T, E] on the current GPU, or the CPU where there is none: of the K largest of each token rank 0 has
-    `ratio` times as many tokens as the other ranks have on average, about.
+    """Returns float32 [T, E] on the current GPU, or the CPU without one. By the K largest scores of each token, rank 0
+    gets about `ratio` times as many tokens as the other ranks get on average.
 
-    precise: NotImplementedError unless the ratio is 1.
+    precise: raises NotImplementedError unless the ratio is 1.
     """
     if precise and ratio != 1:
         raise NotImplementedError(f"precise is True with ratio {ratio}: megatron_ep.deep_ep has no exact ratios")

@@ -1,4 +1,4 @@
-"""`deep_ep.utils.refs`: what dispatch and combine must give, over torch.distributed's all-to-all."""
+"""`deep_ep.utils.refs`: reference dispatch and combine, over torch.distributed's all-to-all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def dispatch(
     num_max_tokens_per_rank: int,
     num_experts: int,
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """Flat rows of the default group, in the order of (source rank, token): x [R, H] (and scales), local ids [R, K] or
-    -1, all weights [R, K], int32 [R] source rank * num_max_tokens_per_rank + token, and how many came from each."""
+    """Returns flat rows of the default group, by (source rank, token): x [R, H] (and scales), local ids [R, K] or -1,
+    all weights [R, K], int32 [R] source rank * num_max_tokens_per_rank + token, and the rows from each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local_experts = num_experts // world
     rank_of_choice = topk_idx.div(local_experts, rounding_mode="floor")
@@ -40,7 +40,7 @@ def dispatch(
 
 
 def _exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Rows of any dtype, as bytes; through the host where the group is gloo's."""
+    """Exchanges rows of any dtype as bytes, through the host if the group's backend is gloo."""
     lead = rows.contiguous().view(len(rows), -1)
     bytes_of_rows = lead.view(torch.uint8) if lead.numel() else lead.new_empty(0, lead.shape[1], dtype=torch.uint8)
     width = lead.shape[1] * lead.element_size()
@@ -53,7 +53,7 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch
 def generate_pre_combine_data(
     src_token_global_idx: torch.Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> torch.Tensor:
-    """bfloat16 [R, K, H] that follows from the numbers of tokens [R]: on all ranks the same for the same token."""
+    """Returns bfloat16 [R, K, H], computed from the indices of tokens [R]: equal on all ranks for the same token."""
     most = dist.get_world_size() * num_max_tokens_per_rank * num_topk
     device = src_token_global_idx.device
     choice = src_token_global_idx.unsqueeze(1) * num_topk + torch.arange(num_topk, device=device)
@@ -63,7 +63,7 @@ def generate_pre_combine_data(
 
 
 def ordered_accumulate(data: torch.Tensor, initial_value: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, K, H] summed over k in its order, in float32, behind initial_value [T, H], and rounded once."""
+    """Sums [T, K, H] over k, in order and in float32, starting with initial_value [T, H], and rounds once."""
     total = torch.zeros_like(data[:, 0], dtype=torch.float32) if initial_value is None else initial_value.float()
     for k in range(data.shape[1]):
         total = total + data[:, k]
@@ -80,8 +80,8 @@ def combine(
     reduce_in_local: bool,
     reduce_in_scaleup: bool,
 ) -> torch.Tensor:
-    """y [T, K, H], 0 where topk_idx is -1, to the sums [T, H]. reduce_in_local, reduce_in_scaleup: the rows of a rank,
-    and of a node, are summed and rounded first, and take the place of their last k."""
+    """Returns the sums [T, H] of y [T, K, H], which is 0 where topk_idx is -1. reduce_in_local, reduce_in_scaleup: rows
+    of a rank, or of a node, are summed and rounded first, and their sum takes the place of their last k."""
     local_experts = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
         y = _sum_groups(y, topk_idx.div(local_experts, rounding_mode="floor"))
@@ -95,7 +95,7 @@ def combine(
 
 
 def _sum_groups(y: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """y [T, K, H], group [T, K]: the sum of each group at its last k, zeros elsewhere."""
+    """Returns the sum of each group at its last k, zeros elsewhere. y: [T, K, H], group: [T, K]."""
     sums = torch.zeros_like(y)
     for k in range(y.shape[1]):
         is_last = ~(group[:, k + 1 :] == group[:, k : k + 1]).any(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""`deep_ep.utils.testing`: how long calls and kernels take."""
+"""`deep_ep.utils.testing`: timing of calls and kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 FLUSHED_BYTES = 256 << 20  # more than a GPU's cache
-# Which kernels of ours are what DeepEP calls so; tests ask for times by its names.
+# The kernels of this library for each name of a DeepEP kernel, by which tests ask for times.
 KERNELS = {
     "dispatch": ("notify_kernel", "dispatch_kernel", "own_rows_kernel"),
     "dispatch_impl": ("notify_kernel", "dispatch_kernel", "own_rows_kernel"),
@@ -28,7 +28,7 @@ KERNELS = {
 def bench(
     fn: Callable[[], Any], num_warmups: int = 50, num_tests: int = 50, post_fn: Callable[[], Any] | None = None
 ) -> tuple[float, float, float]:
-    """Mean, least and most seconds of a call on the current stream, with a cold cache; the first is not counted."""
+    """Returns mean, least and most seconds of calls on the current stream with a cold cache, except the first call."""
     for _ in range(num_warmups):
         fn()
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
@@ -59,9 +59,9 @@ def bench_kineto(
     barrier: Callable[[], Any] | None = None,
     **ignored: Any,
 ) -> Any:
-    """Seconds of the kernels that make up one call, for each name. NaN for a name of which no kernel ran.
+    """Returns for each name the seconds of its kernels in one call; NaN if none ran.
 
-    num_kernels_per_period: so many launches a call, whose seconds are told one by one, as a list.
+    num_kernels_per_period: launches per call. If it is not 1, the seconds of each launch are returned, as a list.
     """
     names = [kernel_names] if isinstance(kernel_names, str) else list(kernel_names)
     fn()
@@ -83,7 +83,7 @@ def bench_kineto(
 
 
 def _launches(profiler: Any) -> Iterator[tuple[str, float, float]]:
-    """(name, start, microseconds) of what ran on the GPU."""
+    """Yields (name, start, microseconds) for each event on the GPU."""
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             yield event.name, event.time_range.start, event.time_range.elapsed_us()

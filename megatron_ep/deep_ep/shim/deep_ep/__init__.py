@@ -1,5 +1,5 @@
-"""`deep_ep`, where this folder's parent is on the path. Each submodule is one of megatron_ep.deep_ep: a path of its own
-would make every class twice."""
+"""The module `deep_ep` if this folder's parent is on the path. Its submodules are those of megatron_ep.deep_ep, so that
+no class is defined twice."""
 
 import importlib
 import sys
