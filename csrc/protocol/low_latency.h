@@ -7,27 +7,27 @@
 
 namespace ep {
 
-// The low-latency mode: a token goes straight to each rank that wants it, in one hop. A call has a
-// sending and a receiving half, launched apart or as one: then a warp receives once it has sent its
-// share. No warp ever waits for another of its own rank and call.
+// The low-latency mode: a token goes straight to each rank that needs it, in one hop. A call has a
+// sending and a receiving half, launched separately or as one; then a warp receives once it has
+// sent its share. No warp waits for another warp of its own rank and call.
 //
 // A sender writes into memory that its reader has released, and waits for nothing else. A receiver
-// waits for the numbers and tags of its call. Two calls of a kind may be under way, each in a bank
-// of its own; their receiving halves may come in any order. If all ranks send in the same order and
-// receive a call before they send the second one after it, there is no deadlock: number sending
-// halves in that order, and give a receiving half the number of its call. A half only waits for
-// halves with a smaller number, or for sending halves with its own.
+// waits for the numbers and tags of its call. Two calls of a kind may be in flight, one per bank;
+// their receiving halves may come in any order. There is no deadlock if all ranks send in the same
+// order and receive a call before they send the second one after it: number the sending halves in
+// that order and give a receiving half its call's number. A half then waits only for halves with
+// smaller numbers, or for sending halves with its own.
 
-// This warp's number among those that share a half.
+// A warp's index among the warps that share a half.
 struct Team {
     int warp;
     int warps;
 };
 
-// How a warp's share of a launch has ended.
+// How a warp's share of a launch ended.
 enum class Ended { Badly, Well, Last };  // Last: well, after all others
 
-// A fabric of launches whose calls never mask: their kernels have no code for it.
+// A fabric for calls that never mask: their kernels contain no code for masking.
 template <class F>
 struct NeverMasking : F {
     using F::F;
@@ -63,15 +63,15 @@ struct LowLatencyCall {
         return number << kShapeBits | shape >> (64 - kShapeBits);
     }
 
-    // The call before this one in its bank; 0: none.
+    // Number of the call before this one in its bank; 0: none.
     EP_FN uint64_t previous() const {
         return number > LowLatencyHeap::kBanks ? number - LowLatencyHeap::kBanks : 0;
     }
     EP_FN const LowLatencyHeap& heap() const { return args.heap; }
     EP_FN int world() const { return args.heap.topology.world(); }
     EP_FN bool masking() const { return kMayMask<F> && heap().masking; }
-    // The word that says whether `rank` takes part in this half, see low_latency_mask.h; and, once
-    // it is decided, whether it does.
+    // The word that says whether `rank` takes part in this half (see low_latency_mask.h).
+    // takes_part reads it once it is decided.
     EP_FN uint64_t* membership(LowLatencyHalf half, int rank) const {
         return fabric.template own<uint64_t>(heap().membership(half, kKind, bank, rank));
     }
@@ -100,7 +100,7 @@ EP_FN LowLatencyCall<F, Args> begun_call(F& fabric, const Args& args) {
     return {fabric, args, *args.call};
 }
 
-// wait_all. Where waits are counted, notes which ranks this one was for, and how long it lasted.
+// Same as wait_all. If waits are measured, also records how long this one waited for each rank.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int count,
                         ConditionOf&& need) {
@@ -120,7 +120,7 @@ EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait,
     return warp.wait_all(wait, count, need);
 }
 
-// By the last warp of a receiving half: adds the waits to the caller's recv_wait_ns.
+// Adds the measured waits to the caller's recv_wait_ns. Called by a receiving half's last warp.
 template <WarpLike W, class F, class Args>
 EP_FN void count_waits(W& warp, const LowLatencyCall<F, Args>& call) {
     if (!call.args.recv_wait_ns) return;
@@ -140,19 +140,19 @@ EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
     return fabric.template acquire_signal<W>(channel, flag);
 }
 
-// Own memory that a rank writes: stores of its own, or its puts.
+// Memory of this rank that `rank` writes, by stores or by puts.
 template <class T, class F>
 EP_FN T* written_by(const F& fabric, int rank, size_t offset) {
     return fabric.maps(rank) ? fabric.template own<T>(offset) : fabric.template network<T>(offset);
 }
 
-// To ranks that this one cannot store to the choices of a dispatch release the one before, and save
-// a message each. It has a credit if it is received when they have left.
+// To unmapped ranks a dispatch's choices also release the dispatch before, which saves a message
+// each. A dispatch that is received after those choices have left is released by a credit instead.
 
 template <class F, class Args>
 constexpr bool kChoicesRelease = Args::kKind == LowLatencyKind::Dispatch && !F::kMapsAll;
 
-// Whether this dispatch's choices release the one before.
+// Whether this dispatch's choices release the dispatch before.
 template <class F>
 EP_FN bool releases_last(const LowLatencyDispatch<F>& call) {
     const uint64_t last = call.number - 1;
@@ -161,14 +161,14 @@ EP_FN bool releases_last(const LowLatencyDispatch<F>& call) {
     return last && *call.fabric.template own<uint64_t>(released) == last;
 }
 
-// Whether the choices of the dispatch before did.
+// Whether the choices of the dispatch before this one did so.
 template <class F>
 EP_FN bool released_last(const LowLatencyDispatch<F>& call) {
     const size_t credited = call.heap().credited(call.bank);
     return call.previous() && *call.fabric.template own<uint64_t>(credited) != call.previous();
 }
 
-// Until every rank is done with what the call before in this bank left there.
+// Condition that `rank` has finished with what the previous call in this bank left there.
 template <class W, class F, class Args>
 EP_FN WaitCondition need_release(const LowLatencyCall<F, Args>& call, int rank) {
     const LowLatencyHeap& heap = call.heap();
@@ -193,14 +193,16 @@ EP_FN bool wait_released(W& warp, const LowLatencyCall<F, Args>& call) {
     return true;
 }
 
-// By every warp at the end of its share of a half: whether all others are done, too.
+// Whether all other warps have finished too. Called by every warp at the end of its share of a
+// half.
 template <WarpLike W>
 EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
     const uint64_t done = warp.template arrive<Scope::Rank>(joins) + 1;
     return quotient(done, team.warps) * team.warps == done;
 }
 
-// With masking, by the last warp: tells the ranks that it can store to that all is there.
+// With masking: tells mapped ranks that all stores of this call have arrived. Called by the last
+// warp.
 template <WarpLike W, class F, class Args>
 EP_FN void publish_all_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     const size_t flag = call.heap().all_sent_flag(Args::kKind, call.args.rank);
@@ -214,7 +216,7 @@ EP_FN void publish_all_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     }
 }
 
-// The credit of one flag a rank, for those among 32 that the lambda names.
+// Credits a flag at each of up to 32 ranks from `first` on, if names(rank) holds.
 template <WarpLike W, class F, class Args, class Names>
 EP_FN void credit_some(W& warp, const LowLatencyCall<F, Args>& call, int first, size_t flag,
                        uint64_t from, uint64_t to, Names&& names) {
@@ -236,8 +238,8 @@ EP_FN void credit_ranks(W& warp, const LowLatencyCall<F, Args>& call, size_t fla
         credit_some(warp, call, first, flag, from, to, names);
 }
 
-// With masking, by the last warp: ranks that did not take part in this half are masked in all later
-// ones.
+// With masking: masks the ranks that did not take part in this half in all later ones. Called by
+// the last warp.
 template <WarpLike W, class F, class Args>
 EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     for (int first = 0; first < call.world(); first += 32) {
@@ -250,7 +252,7 @@ EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyH
     }
 }
 
-// By the last warp, when all have read the number of the call before.
+// Counts this call as sent. Called by the last warp, when all have read the previous number.
 template <WarpLike W, class F, class Args>
 EP_FN void count_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     warp.lanes(1, [&](int) {
@@ -273,7 +275,7 @@ EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team
     return Ended::Last;
 }
 
-// All ranks may use this call's bank again.
+// Lets all ranks use this call's bank again.
 template <WarpLike W, class F, class Args>
 EP_FN void release_bank(W& warp, const LowLatencyCall<F, Args>& call) {
     const LowLatencyHeap& heap = call.heap();
@@ -308,30 +310,29 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     return Ended::Last;
 }
 
-// Rows to ranks that this one cannot store to. Where a fabric keeps all warps' puts of a channel in
-// order, all to a rank go over one channel, and one flag, behind all of them, tells the rank. Where
-// a block's puts have an order of their own each block has a channel, and tells every rank.
+// Rows to unmapped ranks. If a fabric orders the puts of all warps on a channel (kOrdersWarps), all
+// rows to a rank go over one channel, and one flag follows them. Otherwise each block has its own
+// channel and its own flag at every rank.
 
 template <class F>
 EP_FN int row_flags(const LowLatencyHeap& heap) {
     return F::kOrdersWarps ? 1 : heap.channels;
 }
 
-// Over which rows go between this rank and another one, in both directions; number: of the flag.
+// Channel of the rows between this rank and `rank`, in both directions. number: index of the flag.
 template <class F, class Args>
 EP_FN int row_channel(const LowLatencyCall<F, Args>& call, int number, int rank) {
     const int channels = call.heap().channels;
     return F::kOrdersWarps ? NetworkFlags::channel_of_pair(call.args.rank, rank, channels) : number;
 }
 
-// Over which a warp puts rows to a rank.
+// Channel over which a warp puts rows to a rank.
 template <class F, class Args>
 EP_FN int channel_of(const LowLatencyCall<F, Args>& call, const Team& team, int rank) {
     return row_channel(call, team.warp % call.heap().channels, rank);
 }
 
-// Whether a rank that this one cannot store to is put rows in this call, as the last of all warps
-// sees it.
+// Whether this call puts rows to a rank that is not mapped. Called by the last of all warps.
 template <class F>
 EP_FN bool puts_rows(const LowLatencyDispatch<F>& call, int rank) {
     return *call.fabric.template own<uint32_t>(call.heap().tokens_sent(call.bank, rank)) > 0;
@@ -344,9 +345,9 @@ EP_FN bool puts_rows(const LowLatencyCombine<F>& call, int rank) {
     return any != 0;
 }
 
-// By every warp after its puts: the last one of a flag tells the ranks that it cannot store to. A
-// rank that knows of no rows does not wait, and hears of this call with a later one; with masking
-// all hear of it.
+// Signals unmapped ranks that the rows behind a flag have been put. Called by every warp after its
+// puts; the last one of a flag signals. A rank that expects no rows does not wait, and gets the
+// flag with a later call; with masking all ranks get it.
 template <WarpLike W, class F, class Args>
 EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     const LowLatencyHeap& heap = call.heap();
@@ -383,8 +384,8 @@ EP_FN WaitCondition need_put_rows(const LowLatencyCall<F, Args>& call, int numbe
             rank};
 }
 
-// Until all is here that the ranks of the lanes in the mask put in this call. Only by warps that
-// need a row of them.
+// Waits until all rows have arrived that the ranks of the lanes in the mask put in this call.
+// Called only by warps that need one of these rows.
 template <WarpLike W, class F, class Args>
 EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
                          const typename W::template PerLane<int>& rank) {
@@ -410,8 +411,8 @@ EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int count
     return here;
 }
 
-// After a warp's stores: tells that slot_of(k) holds this piece of rows, for each k in the mask.
-// All tags at once: each store of a flag waits for the stores before it.
+// Publishes after a warp's stores that slot_of(k) holds this piece of rows, for each k in the mask.
+// All tags are stored at once, because each store of a flag waits for the stores before it.
 template <WarpLike W, class F, class Args, class SlotOf>
 EP_FN void publish_tags(W& warp, const LowLatencyCall<F, Args>& call, const Piece& piece,
                         uint32_t mask, SlotOf&& slot_of) {
@@ -426,7 +427,8 @@ EP_FN void publish_tags(W& warp, const LowLatencyCall<F, Args>& call, const Piec
     }
 }
 
-// Until the slots of the lanes in the mask hold a piece of rows of this call, from rank_of(lane).
+// Waits until the slots of the lanes in the mask hold a piece of this call's rows, from
+// rank_of(lane).
 template <WarpLike W, class F, class Args, class RankOf>
 EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
                      const typename W::template PerLane<char*>& slot, int piece, RankOf&& rank_of) {
@@ -450,15 +452,16 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
     return false;
 }
 
-// f(rank, token, share) for every warps-th share of the rows whose bits are set, from the warp's
-// own number on, until it returns false: equal shares, whatever the choices. read_bits(lanes, rank,
-// token, bits): for each lane those of the 32 tokens from `token` on of a rank; false: it ended
-// badly. Shares: how rows are cut. The ranks follow each other from first_rank on.
+// Calls f(rank, token, share) for every warps-th share of the rows whose bits are set, from the
+// warp's index on, until it returns false: warps get equal shares, whatever the choices.
+// read_bits(lanes, rank, token, bits) reads for each lane the bits of 32 tokens of a rank from
+// `token` on; false: it ended badly. Shares: how rows are cut. Ranks are visited from first_rank
+// on.
 template <class Shares, WarpLike W, class ReadBits, class F>
 EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
                           ReadBits&& read_bits, F&& f) {
     const int chunks = args.heap.chunks(), world = args.heap.topology.world();
-    const int words = world * chunks;  // a lane each
+    const int words = world * chunks;  // one lane each
     typename W::template PerLane<uint32_t> rows;
     typename W::template PerLane<int> before, rank, token;
     bool go_on = true;
@@ -481,7 +484,7 @@ EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team,
     for (int first = 0; first < words && go_on; first += 32) {
         const int lanes = lanes_from(first, words);
         const int sum = words > 32 ? read(first) : all;
-        // becomes: this warp's first share of the word's
+        // becomes this warp's first share of the word's rows
         warp.lanes(lanes, [&](int lane) {
             const int dealt = (total + before[lane]) * shares % team.warps;
             before[lane] = dealt <= team.warp ? team.warp - dealt : team.warp - dealt + team.warps;

@@ -6,19 +6,19 @@ namespace ep {
 
 // The two halves of a low-latency combine.
 //
-// Sending: the experts' rows of every token that arrived go back to the slots of the token's k:
-// each by itself, or their sum to that of the last k that chose this rank.
+// Sending: the experts' rows of every token that arrived go back to the slots of the token's k,
+// each row by itself, or their sum to the slot of the last k that chose this rank.
 //
-// Receiving: a token's rows are summed in the order of k. Nobody needs to be told what comes: the
-// token's rank knows. A rank's sum has the place of its last k, as in the normal mode.
+// Receiving: a token's rows are summed in the order of k. The token's rank knows which rows come,
+// so no counts travel. A rank's sum has the place of its last k, as in the normal mode.
 
-// The single value that travels with a row.
+// Writes the value that travels with a row.
 EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t dst_row) {
     const int bytes = args.format.weight_bytes;
     store_weight(slot + args.format.weights() + k * bytes, value_of(args, dst_row), bytes);
 }
 
-// A piece of the rows of the lanes in the mask, each to its own slot.
+// Writes a piece of the row of each lane in the mask to the lane's slot.
 template <WarpLike W>
 EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
                       const typename W::template PerLane<char*>& slot, uint32_t mask,
@@ -39,7 +39,7 @@ EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
     for_each_lane(mask & ~rows, [&](int k) { warp.zero(warp.broadcast(to, k), piece.bytes); });
 }
 
-// A piece of the sum of the rows of the lanes in the mask to `slot`.
+// Writes a piece of the sum of the rows of the lanes in the mask to `slot`.
 template <class T, WarpLike W>
 EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
                      const Piece& piece, const typename W::template PerLane<int>& dst_row) {
@@ -64,7 +64,7 @@ EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uin
     }
 }
 
-// A piece of what the experts here made of one token. What is put is put whole.
+// Returns a piece of what the experts here made of one token. Rows that are put are put whole.
 template <class T, WarpLike W, class F>
 EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& team, int source,
                         int token, const Piece& piece) {
@@ -112,14 +112,14 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     });
 }
 
-// The rank whose rows are summed where they lie: this one, if the same launch sums them. A later
-// one would find in their place what the caller has written there meanwhile. -1: none.
+// The rank whose rows are summed where they lie; -1: none. It is this rank if one launch runs both
+// halves: a later launch might find there what the caller has written since.
 EP_FN int kept_rank(const LowLatencyCombineArgs& args, bool in_one_launch) {
     const bool keeps = in_one_launch && !args.sum_at_expert && !args.layout.overflow();
     return keeps ? args.rank : -1;
 }
 
-// A warp's share of the sending half, without lines.
+// Sends a warp's share, without lines.
 template <class T, WarpLike W, class F>
 EP_FN bool send_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team,
                      bool in_one_launch) {
@@ -130,8 +130,8 @@ EP_FN bool send_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team
                                 });
 }
 
-// Leaves out what ranks that do not take part would have brought; of a token's weights, those that
-// are left then make up for the others.
+// Leaves out the rows of ranks that do not take part; with `renormalize` the weights of the token's
+// other rows make up for them.
 template <class T, WarpLike W, class F>
 EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece,
                       typename W::template PerLane<int>& rank,
@@ -176,7 +176,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     });
     if (call.masking()) drop_ranks<T>(warp, call, token, piece, rank, weight);
     warp.match(format.topk, rank, same_rank);
-    // the row that carries what belongs to this k
+    // slot of the row that holds the k-th choice's contribution
     warp.lanes(format.topk, [&](int k) {
         const int last_k = rank[k] < 0 || !args.sum_at_expert ? k : highest_lane(same_rank[k]);
         const int choice = args.sum_at_expert ? 0 : lanes_below(same_rank[k], k);
@@ -220,9 +220,9 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
                              [&](int rank) { return need_rows<W>(call, rank); });
 }
 
-constexpr int kMaxParts = 8;  // of what a warp would sum, for warps that have nothing to do
+constexpr int kMaxParts = 8;  // per share, so that more warps take part
 
-// A warp's share of the receiving half, without lines.
+// Receives a warp's share, without lines.
 template <class T, WarpLike W, class F>
 EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team,
                         bool in_one_launch) {
@@ -243,8 +243,8 @@ EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& t
     return true;
 }
 
-// kLines: whether sums travel as lines, as the arguments say. in_one_launch: whether both halves
-// are one.
+// kLines: whether sums travel as lines, as the arguments say. in_one_launch: whether one launch
+// runs both halves.
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,
@@ -275,7 +275,7 @@ EP_FN Ended low_latency_combine_receive(W& warp, const LowLatencyCombine<F>& cal
     return end_receiving(warp, call, team);
 }
 
-// Both halves.
+// Runs both halves in one launch.
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     return send_and_receive(

@@ -4,15 +4,15 @@
 
 namespace ep {
 
-// What a low-latency combine sums and moves, as lines or not.
+// What low-latency combine does alike with and without lines.
 
-// What the sums of T multiply rows by; `at` counts them.
+// The factor at index `at` of the rows in sums of T.
 template <class T>
 EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
     return static_cast<const Accumulator<T>*>(weights)[at];
 }
 
-// A row of the experts' and the value beside it, which is 0 of a row that had no room.
+// A row of the experts, and the value that travels with it: 0 for a row that had no room.
 EP_FN const char* row_of(const LowLatencyCombineArgs& args, int64_t dst_row) {
     return args.x + dst_row * args.format.payload_bytes;
 }
@@ -21,13 +21,13 @@ EP_FN uint64_t value_of(const LowLatencyCombineArgs& args, int64_t dst_row) {
     return dst_row < 0 ? 0 : load_weight(args.values + dst_row * bytes, bytes);
 }
 
-// What came back beside a token's k-th row.
+// Stores the value that came back for a token's k-th choice.
 EP_FN void store_value(const LowLatencyCombineArgs& args, int token, int k, uint64_t value) {
     const size_t at = static_cast<size_t>(token) * args.format.topk + k;
     store_weight(args.y_values + at * args.format.weight_bytes, value, args.format.weight_bytes);
 }
 
-// For each of a token's choices the rank that it went to; -1: none.
+// Finds the rank of each of a token's choices; -1: none.
 template <WarpLike W>
 EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
                          typename W::template PerLane<int>& rank) {
@@ -37,8 +37,8 @@ EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
     });
 }
 
-// A rank that expects the other kind of sum looks for its tags elsewhere, and would wait in vain:
-// it finds one of this call there, which it does not take for its own.
+// Stores a tag of this call where a rank looks that expects the other kind of sum: it fails with a
+// mismatch then, instead of waiting in vain.
 template <WarpLike W, class F>
 EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source, int token,
                            int last_k) {
@@ -54,9 +54,9 @@ EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source
     }
 }
 
-// f(source, token, share) for a warp's share of the rows that go back to other ranks, and to this
-// one, unless they are kept. Each rank begins with another one and ends with itself: no link
-// carries the rows of all.
+// Calls f(source, token, share) for a warp's share of the rows that go back to all ranks but
+// `kept`. Each rank begins with the next rank and ends with itself, so that not all ranks' rows
+// pass through one link at once.
 template <class Shares, WarpLike W, class F, class Return>
 EP_FN bool for_returned(W& warp, const LowLatencyCombine<F>& call, const Team& team, int kept,
                         Return&& f) {

@@ -5,11 +5,11 @@
 
 namespace ep {
 
-// A low-latency combine of which one row a rank and token travels, the sum of its experts', as
-// lines, and the values beside them as words: a receiver sums lines as soon as they are there, and
-// nobody waits until what it has stored has arrived. The last k that chose a rank names its row.
+// A low-latency combine that returns one row per rank and token, the sum of its experts' rows, as
+// lines, and the values beside them as words. A receiver sums lines as soon as they arrive, and no
+// sender waits for its stores to arrive. The last k that chose a rank names its row.
 
-// The values beside a token's rows.
+// Sends the values of a token's rows.
 template <WarpLike W, class F>
 EP_FN void send_values(W& warp, const LowLatencyCombine<F>& call, int source, int token,
                        const typename W::template PerLane<int>& dst_row) {
@@ -25,7 +25,7 @@ EP_FN void send_values(W& warp, const LowLatencyCombine<F>& call, int source, in
     });
 }
 
-// Some lines of what the experts here made of one token.
+// Returns some lines of what the experts here made of one token.
 template <class T, WarpLike W, class F>
 EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, int token,
                         const Lines& lines) {
@@ -57,7 +57,7 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
     }
 }
 
-// A warp's share of the sending half.
+// Sends a warp's share.
 template <class T, WarpLike W, class F>
 EP_FN bool send_sums(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     return for_returned<LineShares>(warp, call, team, -1,
@@ -67,7 +67,7 @@ EP_FN bool send_sums(W& warp, const LowLatencyCombine<F>& call, const Team& team
                                     });
 }
 
-// The values beside a token's rows, once they are there.
+// Receives the values of a token's rows.
 template <WarpLike W, class F>
 EP_FN bool receive_values(W& warp, const LowLatencyCombine<F>& call, int token,
                           const typename W::template PerLane<int>& rank) {
@@ -89,8 +89,8 @@ EP_FN bool receive_values(W& warp, const LowLatencyCombine<F>& call, int token,
     return true;
 }
 
-// Where waits are counted: until the first of these lines are there, so that the wait for all of
-// them, which follows, need not be.
+// If waits are measured: waits until the first of these lines have arrived, so that the wait for
+// all of them, which follows, need not be measured.
 template <WarpLike W, class F>
 EP_FN bool count_wait_for_lines(W& warp, const LowLatencyCombine<F>& call, const RowsToSum<W>& rows,
                                 const Lines& lines) {
@@ -127,7 +127,7 @@ EP_FN bool sum_lines(W& warp, const LowLatencyCombine<F>& call, int token, const
     return warp.template receive_sum<T>(Wait::TaggedRow, rows, Unweighted{}, y, bytes, lines);
 }
 
-// A warp's share of the receiving half.
+// Receives a warp's share.
 template <class T, WarpLike W, class F>
 EP_FN bool receive_sums(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const int tokens = call.args.num_tokens;

@@ -7,19 +7,18 @@
 
 namespace ep {
 
-// The halves of a low-latency dispatch, and both as one.
+// The halves of a low-latency dispatch, and both in one launch.
 
-// kLines: whether rows are lines, as the heap says. kQuantize: whether x, bf16, becomes fp8 on the
-// way.
+// kLines: whether rows are lines, as the heap says. kQuantize: whether x is bf16 that becomes fp8.
 
-// A warp's share of the sending half.
+// Sends a warp's share.
 template <bool kQuantize, bool kLines, WarpLike W, class F>
 EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     if constexpr (kLines && F::kKeepsLines) return send_by_lines<kQuantize>(warp, call, team);
     return send_by_slots<kQuantize>(warp, call, team);
 }
 
-// Likewise of the receiving half.
+// Receives a warp's share.
 template <bool kLines, WarpLike W, class F>
 EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     if constexpr (kLines && F::kKeepsLines) return receive_by_lines(warp, call, team);
@@ -44,7 +43,7 @@ EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& c
     return ended;
 }
 
-// Both halves.
+// Runs both halves in one launch.
 template <bool kQuantize, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const Ended ended = send_and_receive(

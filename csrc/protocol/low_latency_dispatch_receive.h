@@ -5,9 +5,9 @@
 
 namespace ep {
 
-// The receiving half of a low-latency dispatch: the bits of all ranks give every row its place, in
-// the order of (expert, source rank, token). A piece of a row is read from its slot as soon as its
-// tag is there.
+// The receiving half of a low-latency dispatch: the choices of all ranks give every row its place,
+// in the order of (expert, source rank, token). A piece of a row is read from its slot as soon as
+// its tag arrives.
 
 template <class W, class F>
 EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
@@ -52,7 +52,7 @@ EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& t
                              });
 }
 
-// The choices that reached this rank.
+// The choices that have reached this rank.
 template <class F>
 struct Choices {
     const LowLatencyDispatch<F>& call;
@@ -68,7 +68,7 @@ struct Choices {
     EP_FN uint32_t present(int rank, int chunk) const {
         return of(rank, 0)[chunk] & call.heap().tokens_of_chunk(chunk);
     }
-    // [K]
+    // [K], expert ids of a token's choices.
     EP_FN const int32_t* experts(int rank, int token) const {
         const uint32_t* words = of(rank, 0);
         size_t before = popcount(words[token / 32] & ((uint32_t{1} << token % 32) - 1));
@@ -78,7 +78,8 @@ struct Choices {
         return reinterpret_cast<const int32_t*>(of(rank, call.heap().chosen_experts())) +
                before * call.args.format.topk;
     }
-    // Line 0: the rows of an expert; line 1 + chunk: which of these tokens chose it.
+    // Line 0: number of rows for an expert; line 1 + chunk: bits of the chunk's tokens that chose
+    // it.
     EP_FN uint32_t word(int rank, int expert, int line) const {
         const int part = 1 + expert / 32;
         return of(rank, call.heap().choice_part(
@@ -86,14 +87,15 @@ struct Choices {
     }
 };
 
-// Which of two ranks has told of more rows, and of how many.
+// The larger of two counts of rows, with the rank that sent it in the low half.
 EP_FN uint64_t larger_count(uint64_t most, uint32_t rows, int rank) {
     const uint64_t told = uint64_t{rows} << 32 | static_cast<uint32_t>(rank);
     return told > most ? told : most;
 }
 
-// For each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes share
-// the ranks if the experts are fewer than lanes. most: larger_count of what a lane has read.
+// Counts in each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes
+// share the ranks if there are fewer experts than lanes. most: larger_count of what a lane has
+// read.
 template <WarpLike W, class F>
 EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lanes,
                          typename W::template PerLane<int>& rows,
@@ -126,15 +128,15 @@ EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lane
     }
 }
 
-// Which of an expert's rows come before that of a token: counts of the ranks before its own, then
-// words of that rank's tokens.
+// Counts an expert's rows before that of a token: those of earlier ranks, then those of earlier
+// tokens of its own rank.
 template <class F>
 struct RowsBefore {
     const Choices<F>& choices;
     int rank, token;
     int terms = rank + token / 32 + 1;
 
-    // Every step-th term from `first` on.
+    // Sums every step-th term from `first` on.
     EP_FN int sum(int expert, int first, int step) const {
         int rows = 0;
         for_each_load(
@@ -153,8 +155,9 @@ struct RowsBefore {
     }
 };
 
-// For each lane the rows before that of its expert, if that is not negative. Where all ranks are
-// mapped they are few, and a lane counts for itself; else all lanes count for one after the other.
+// Counts in each lane the rows before that of its expert, if that is not negative. If all ranks are
+// mapped they are few, and each lane counts alone; else all lanes count for one lane after the
+// other.
 template <WarpLike W, class F>
 EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
                              const typename W::template PerLane<int>& expert,
@@ -177,12 +180,12 @@ EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
     });
 }
 
-// The warp that notes for the handle where rows begin: in small batches it has nothing else to do.
+// Whether this warp stores for the handle where rows begin: in small batches it is otherwise idle.
 EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1) / 2; }
 
-// Where each expert's rows begin. Every warp finds out for itself, one of them for the handle.
-// read_rows(first, lanes, rows, most): for each lane the rows of an expert, and larger_count of
-// what ranks have told of them; false: it ended badly.
+// Computes where each expert's rows begin; every warp does, and one also stores it for the handle.
+// read_rows(first, lanes, rows, most): for each lane the number of rows of an expert, and
+// larger_count of the ranks' counts; false: it ended badly.
 template <WarpLike W, class ReadRows>
 EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& team,
                        ReadRows&& read_rows) {
@@ -236,7 +239,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     return true;
 }
 
-// For the handle: which tokens arrive.
+// Stores for the handle which tokens arrive.
 template <WarpLike W, class F>
 EP_FN void note_present(W& warp, const Choices<F>& choices) {
     const LowLatencyLayout& layout = choices.call.args.layout;
@@ -249,7 +252,7 @@ EP_FN void note_present(W& warp, const Choices<F>& choices) {
     }
 }
 
-// The scales of a piece of a row to its output rows: as they came, or each word into its column.
+// Writes the scales of a piece of a row to its output rows: contiguous, or each word to its column.
 template <WarpLike W>
 EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
                         const typename W::template PerLane<int>& dst_row, const char* scales,
@@ -283,7 +286,7 @@ EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
     });
 }
 
-// For combine and the caller: where a row went, and its weights.
+// Stores for combine where a row went, and for the caller its weights.
 template <WarpLike W>
 EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
                             const typename W::template PerLane<int>& dst_row, const char* slot) {
@@ -299,7 +302,7 @@ EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int sou
     });
 }
 
-// Computes output rows, once find_starts knows where each expert's rows begin.
+// Computes output rows, once find_starts has computed where each expert's rows begin.
 struct RowPlaces {
     const LowLatencyDispatchArgs& args;
     int local_experts = args.heap.local_experts();
@@ -309,7 +312,7 @@ struct RowPlaces {
     EP_FN RowPlaces(const LowLatencyDispatchArgs& of, const Team& team)
         : args(of), starts(of.layout.scratch(team.warp)) {}
 
-    // -1: of another rank, or none.
+    // -1: the expert is on another rank, or there is none.
     EP_FN int local_expert(int32_t expert) const {
         return is_within(expert, first_expert, local_experts) ? expert - first_expert : -1;
     }
@@ -322,7 +325,7 @@ struct RowPlaces {
     }
 };
 
-// A piece of a row, from its slot to its row at each of the token's experts here.
+// Receives a piece of a row and copies it to its row at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, int source,
                          int token, const Piece& piece) {
@@ -365,7 +368,7 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     return true;
 }
 
-// By the last warp: adds the tokens from each rank to the caller's recv_rows.
+// Adds the number of tokens from each rank to the caller's recv_rows. Called by the last warp.
 template <WarpLike W>
 EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
     const int world = args.heap.topology.world(), chunks = args.heap.chunks();
@@ -378,7 +381,7 @@ EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
     }
 }
 
-// A warp's share of the receiving half, without lines.
+// Receives a warp's share, without lines.
 template <WarpLike W, class F>
 EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
@@ -392,7 +395,7 @@ EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Te
         });
     if (!started) return false;
     if (notes_starts(team)) note_present(warp, choices);
-    // Own rows are there first.
+    // Start with this rank's own rows, which are there first.
     return for_own_shares<Pieces>(
         warp, args, team, args.rank,
         [&](int lanes, const auto& rank, const auto& first, auto& bits) {

@@ -4,9 +4,8 @@
 
 namespace ep {
 
-// The sending half of a low-latency dispatch: for every rank one warp sends which tokens chose
-// which of its experts, as bits, and every token goes to the slot of its own number at each rank
-// that wants it.
+// The sending half of a low-latency dispatch. Every rank is sent which tokens chose which of its
+// experts, as bits, and every token goes to the slot of its own index at each rank that needs it.
 
 EP_FN int64_t chosen_expert(const LowLatencyDispatchArgs& args, int token, int k) {
     const size_t i = static_cast<size_t>(token) * args.format.topk + k;
@@ -19,7 +18,7 @@ EP_FN int tokens_of_chunk(const LowLatencyDispatchArgs& args, int chunk) {
     return left < 0 ? 0 : left < 32 ? left : 32;
 }
 
-// take(i, load(i)) for i from 0 on: the loads of several are under way at once.
+// Calls take(i, load(i)) for i < count, with several loads in flight at once.
 template <class Load, class Take>
 EP_FN void for_each_load(int count, Load&& load, Take&& take) {
     constexpr int kAtOnce = 8;
@@ -34,8 +33,8 @@ EP_FN void for_each_load(int count, Load&& load, Take&& take) {
     }
 }
 
-// f(k, expert) for what the lane's token chose, by the low half of an id: the warp that sends the
-// token's row refuses one that needs more.
+// Calls f(k, expert) for each choice of a token. It reads the low half of an id: the warp that
+// sends the token's row rejects an id that needs more.
 template <class F>
 EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f) {
     const int topk = args.format.topk, bytes = args.index_bytes;
@@ -45,7 +44,7 @@ EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f)
         topk, [&](int k) { return *reinterpret_cast<const int32_t*>(ids + k * bytes); }, f);
 }
 
-// Which tokens chose any expert of a rank, and what these chose. Returns how many they are.
+// Writes which tokens chose any expert of a rank, and all their choices. Returns how many they are.
 template <WarpLike W>
 EP_FN int write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, char* choices) {
     const int chunks = args.heap.chunks(), local_experts = args.heap.local_experts();
@@ -80,7 +79,7 @@ EP_FN int write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, ch
     return count;
 }
 
-// Which tokens chose which of a rank's experts that belong to a part.
+// Writes which tokens chose which of a rank's experts that belong to a part.
 template <WarpLike W>
 EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int rank, int part,
                       char* choices) {
@@ -115,7 +114,7 @@ EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int rank, int
     warp.lanes(count, [&](int lane) { words[lane] = rows[lane]; });
 }
 
-// A part of what this rank's tokens chose at a rank, see LowLatencyHeap: all of it over a network.
+// Sends a rank one part of what this rank's tokens chose there (see LowLatencyHeap).
 template <WarpLike W, class F>
 EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, int part) {
     const LowLatencyHeap& heap = call.heap();
@@ -145,14 +144,14 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
     call.fabric.signal_to(warp, heap.channels, rank, flag, from, to);
 }
 
-// What travels beside a token, a lane each k.
+// What travels with a token: lane k has its k-th choice.
 template <WarpLike W>
 struct Choice {
     typename W::template PerLane<int> expert;
     typename W::template PerLane<uint64_t> weight;
 };
 
-// A token's experts and weights; false: the ids are invalid.
+// Reads a token's experts and weights. Returns false if the ids are invalid.
 template <WarpLike W>
 EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, Choice<W>& choice) {
     const int topk = args.format.topk;
@@ -171,7 +170,7 @@ EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, C
     });
 }
 
-// Bytes of x that become so many of a row.
+// Bytes of x that become `bytes` of a row.
 template <bool kQuantize>
 EP_FN size_t bytes_of_x(size_t bytes) {
     return bytes * (kQuantize ? sizeof(BFloat16) : 1);
@@ -184,7 +183,7 @@ EP_FN const char* piece_of_x(const LowLatencyDispatchArgs& args, int token, cons
     return args.x + bytes_of_x<kQuantize>(first);
 }
 
-// Into the slots of the lanes in the mask: a piece of a row, without its tag.
+// Writes a piece of a row, without its tag, into the slots of the lanes in the mask.
 template <bool kQuantize, WarpLike W>
 EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
                        const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
@@ -222,7 +221,7 @@ EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
     });
 }
 
-// A whole row, by puts to the ranks of the lanes in the mask.
+// Puts a whole row to the ranks of the lanes in the mask.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team, uint32_t mask,
                    int token, const typename W::template PerLane<int>& rank,
@@ -249,8 +248,8 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
         heap.row(call.bank, call.args.rank, token), staged, format.slot_bytes());
 }
 
-// What a token chose, and the rank of each choice, a lane each; -1: none. for_handle: notes the
-// choices for it. false: ids are invalid, which ends the call.
+// Reads what a token chose and the rank of each choice, one per lane; -1: none. for_handle: also
+// stores the choices. Invalid ids fail the call, and it returns false.
 template <WarpLike W>
 EP_FN bool find_ranks(W& warp, const LowLatencyDispatchArgs& args, int token, bool for_handle,
                       Choice<W>& choice, typename W::template PerLane<int>& rank) {
@@ -298,7 +297,7 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     return true;
 }
 
-// A warp's share of all choices, from the middle warp on.
+// Sends a warp's share of all choices, dealt from the middle warp on.
 template <WarpLike W, class F>
 EP_FN void send_all_choices(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const int parts = call.heap().choice_parts(), first = team.warps - team.warps / 2;
@@ -308,8 +307,8 @@ EP_FN void send_all_choices(W& warp, const LowLatencyDispatch<F>& call, const Te
     }
 }
 
-// A warp's share of all tokens, from the last warp down: in small batches the first ones receive.
-// kQuantize: whether x, bf16, becomes fp8 on the way.
+// Sends a warp's share of all tokens, dealt from the last warp down: in small batches the first
+// warps receive. kQuantize: whether x is bf16 that becomes fp8.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const int tokens = call.args.num_tokens;
@@ -321,7 +320,7 @@ EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& t
     return true;
 }
 
-// A warp's share of the sending half, without lines.
+// Sends a warp's share, without lines.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     send_all_choices(warp, call, team);

@@ -4,14 +4,14 @@
 
 namespace ep {
 
-// Both halves of a call as one launch: each warp sends its share, then receives its share. Of few
-// rows most warps have none to send, and so are there when the first ones come; of many all warps
-// send. What the warps send that are on the GPU arrives, whatever they wait for afterwards.
+// Both halves of a call in one launch: each warp sends its share, then receives its share. With few
+// rows most warps have none to send and are ready when the first ones come; with many all warps
+// send. What the warps on the GPU send arrives, whatever they wait for afterwards.
 //
-// send and receive(): a warp's share, false: it ended badly. role: of the receivers.
+// send() and receive(): a warp's share; false: it ended badly. role: that of the receivers.
 //
-// The ends of the halves are one, but with masking others wait for all that this rank sends. A rank
-// that the sending half was without, the receiving half is without, too.
+// The halves end together, but with masking other ranks wait for all that this one sends. A rank
+// that the sending half left out is left out of the receiving half, too.
 template <WarpLike W, class F, class Args, class Send, class Receive>
 EP_FN Ended send_and_receive(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                              Role role, Send&& send, Receive&& receive) {

@@ -5,10 +5,10 @@
 
 namespace ep {
 
-// The receiving half of a low-latency dispatch where rows are lines: a warp waits for the words
-// that tell it where its share goes, then for the lines themselves.
+// The receiving half of a low-latency dispatch whose rows are lines: a warp waits for the words
+// that say where its share goes, then for the lines themselves.
 
-// For the handle: which tokens arrive.
+// Stores for the handle which tokens arrive.
 template <WarpLike W, class F>
 EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     const int chunks = call.heap().chunks(), words = call.world() * chunks;
@@ -28,8 +28,8 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     return true;
 }
 
-// What a token chose, a lane a choice: the expert if it is one of this rank, else -1, and the
-// weight where a row has one and this warp is to note it. false: a wait ended badly.
+// Reads a token's choices, one per lane: the local expert, or -1 if it is on another rank, and with
+// with_weights the weight. Returns false if a wait ended badly.
 template <WarpLike W, class F>
 EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                         int source, int token, bool with_weights,
@@ -58,7 +58,7 @@ EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPla
         });
 }
 
-// The output row of each of a token's choices. false: a wait ended badly.
+// Computes the output row of each of a token's choices. Returns false if a wait ended badly.
 template <WarpLike W, class F>
 EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                             int source, int token, const typename W::template PerLane<int>& expert,
@@ -67,7 +67,7 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     const int topk = call.args.format.topk, chunk = token / 32;
     typename W::template PerLane<int> before;
     warp.lanes(topk, [&](int lane) { before[lane] = 0; });
-    // rows of the ranks before, and of the source's tokens before
+    // rows of earlier ranks, and of earlier tokens of the source
     const bool counted = read_words(
         warp, call, Wait::Choices, topk, source + chunk + 1,
         [&](int lane, int i) {
@@ -88,7 +88,7 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     return true;
 }
 
-// For combine and the caller: where a token's rows went, and their weights.
+// Stores for combine where a token's rows went, and for the caller their weights.
 template <WarpLike W>
 EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
                             const typename W::template PerLane<uint64_t>& weight,
@@ -103,7 +103,7 @@ EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int sou
     });
 }
 
-// Some lines of a row, to its rows at each of the token's experts here.
+// Receives some lines of a row and copies them to its rows at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                             int source, int token, const Lines& lines) {
@@ -134,7 +134,7 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
                               scales, plan);
 }
 
-// A warp's share of the receiving half.
+// Receives a warp's share.
 template <WarpLike W, class F>
 EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
@@ -155,7 +155,7 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
         });
     if (!started || (notes_starts(team) && !note_present_words(warp, call))) return false;
     const RowPlaces places(args, team);
-    // Own rows are there first.
+    // Start with this rank's own rows, which are there first.
     return for_own_shares<LineShares>(
         warp, args, team, args.rank,
         [&](int lanes, const auto& rank, const auto& token, auto& bits) {

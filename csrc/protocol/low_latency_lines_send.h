@@ -5,20 +5,19 @@
 
 namespace ep {
 
-// The sending half of a low-latency dispatch where rows are lines: what the tokens chose goes
-// first, as words, by warps of its own as long as there are enough; then the rows. Nothing here
-// waits until what it has stored is there.
+// The sending half of a low-latency dispatch whose rows are lines. Choices go first, as words, sent
+// by separate warps while there are enough; then the rows. No warp waits for its stores to arrive.
 
-// A few chunks of 32 tokens, a lane a token.
+// A word of bits for each of a few chunks of 32 tokens, one lane per token.
 constexpr int kChunksAtOnce = 4;
 struct ChunkBits {
     uint32_t of[kChunksAtOnce];
 };
 
-// bits_of(expert) of all that each token of the chunks from `first` on chose, together. kChoices:
-// of a token, whose loads are under way at once. No load waits to know whether its choice exists:
-// where it does not another one is read, whose bits are there already, or of a token that is none,
-// whose bits are dropped.
+// Collects bits_of(expert) of all choices of each token, for kChunksAtOnce chunks from `first` on.
+// kChoices: choices of a token whose loads are in flight at once. Loads are not predicated: for a
+// choice that does not exist another one of the token is read, which changes nothing, and for a
+// token that does not exist the last one, whose bits are dropped.
 template <int kChoices, WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
                        typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
@@ -52,7 +51,7 @@ EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
     });
 }
 
-// To a rank: which tokens chose each of 32 of its experts from `first` on, and how many.
+// Sends a rank which tokens chose each of 32 of its experts from `first` on, and how many did.
 template <int kChoices, WarpLike W, class F>
 EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, int first,
                                   int first_here, uint64_t* words) {
@@ -70,7 +69,7 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
         for (int i = 0; i < kChunksAtOnce; ++i) {
             if (32 * (chunk + i) >= args.num_tokens) break;
             warp.lanes(32, [&](int lane) { tokens[lane] = chosen[lane].of[i]; });
-            warp.transpose(tokens);  // from a lane a token to a lane an expert
+            warp.transpose(tokens);  // from one lane per token to one lane per expert
             uint64_t* own = words + numbers.tokens(first_here, chunk + i);
             warp.lanes(count, [&](int lane) {
                 W::store_word(own + lane, word_with(call, tokens[lane]));
@@ -83,13 +82,13 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
     });
 }
 
-// To a rank: which tokens chose any of its experts.
+// Sends a rank which tokens chose any of its experts.
 template <int kChoices, WarpLike W, class F>
 EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, uint64_t* words) {
     const LowLatencyDispatchArgs& args = call.args;
     const int local_experts = args.heap.local_experts(), chunks = args.heap.chunks();
     typename W::template PerLane<ChunkBits> is_here;
-    typename W::template PerLane<uint32_t> present;  // a lane a chunk
+    typename W::template PerLane<uint32_t> present;  // one lane per chunk
     warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
         read_chunks<kChoices>(warp, args, chunk, is_here, [&](int32_t expert) {
@@ -108,7 +107,7 @@ EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, ui
     });
 }
 
-// To a rank: so many choices from `first` on as they are, with their weights.
+// Sends a rank kChoicesAtOnce choices from `first` on (fewer at the end), with their weights.
 constexpr int kChoicesAtOnce = 8 * 32;
 template <WarpLike W, class F>
 EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, int first,
@@ -143,7 +142,7 @@ EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, 
     });
 }
 
-// A warp's share of all words, from the middle warp on.
+// Sends a warp's share of all words, dealt from the middle warp on.
 template <int kChoices, WarpLike W, class F>
 EP_FN void send_all_words(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
@@ -164,7 +163,7 @@ EP_FN void send_all_words(W& warp, const LowLatencyDispatch<F>& call, const Team
     }
 }
 
-// Some lines of a token's row, to every rank that wants it.
+// Sends some lines of a token's row to every rank that needs it.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
                          const Lines& lines) {
@@ -190,11 +189,11 @@ EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
     return true;
 }
 
-// A warp's share of the sending half: of the rows from the last warp down, because in small batches
-// the first ones receive.
+// Sends a warp's share. Rows are dealt from the last warp down, because in small batches the first
+// warps receive.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    // Where rows become fp8 a warp has fewer registers left for choices.
+    // A warp that quantizes rows has fewer registers left for choices.
     send_all_words<kQuantize ? 2 : 8>(warp, call, team);
     const int tokens = call.args.num_tokens;
     const LineShares lines(call.args.format, tokens, team.warps);

@@ -4,21 +4,21 @@
 
 namespace ep {
 
-// Calls that go on without ranks that stay away.
+// How calls go on without ranks that stay away.
 //
 // Before a half reads or writes rows it decides its membership: a rank takes part if all that the
-// half needs of it is there, otherwise it is left out. The first warp that decides about a rank
-// writes the decision down and the others follow it, so no warp waits for another. A rank that was
-// left out once is masked for good, and is told so.
+// half needs from it is there, otherwise it is left out. The first warp that decides about a rank
+// records the decision and the others follow it, so no warp waits for another. A rank that was left
+// out once is masked for good, and is notified.
 //
 // If a caller asked for it, both ranks go on, each without the other. But a rank that another one
-// masked because of its silence ends, alone, when it hears of that. Otherwise there would be two
-// groups that each take the other for dead. Of two ranks that wait for each other only one is the
-// first to mask the other, see is_first_to_mask.
+// masked for its silence ends, alone, when it learns of that. Otherwise there would be two groups
+// that each take the other for dead. If two ranks wait for each other, only one is the first to
+// mask the other (see is_first_to_mask).
 //
-// Two ranks of which neither has masked the other exchange what they would without masking. From
-// and to a masked rank nothing is read or written any more, and what may still arrive from it goes
-// to memory that no other rank writes.
+// Two ranks that have not masked each other exchange what they would without masking. A masked rank
+// is neither read from nor written to, and what may still arrive from it goes to memory that no
+// other rank writes.
 
 // Whether this rank has masked `rank` before this half, or has been masked by it.
 template <class W, class F, class Args>
@@ -37,8 +37,9 @@ EP_FN bool is_masked(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, i
     return !call.args.mask.active[rank] || is_masked_since_before<W>(call, half, rank);
 }
 
-// To the ranks that may wait for this one: it waits, too, and is alive. Also to those that it is
-// asked to mask from now on: they are told only once this rank has waited for all others.
+// Sends a heartbeat to the ranks that may wait for this one: it waits too, and is alive. That
+// includes ranks that it is asked to mask from now on: they are notified only once this rank has
+// waited for all others.
 template <WarpLike W, class F, class Args>
 EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     typename W::template PerLane<uint64_t> before;
@@ -59,8 +60,8 @@ EP_FN MaskReason told_masked(const LowLatencyCall<F, Args>& call, int rank) {
         acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank)));
 }
 
-// The word in which one of two ranks claims to be the first to mask the other. Only where the
-// other's memory is mapped.
+// The word in which one of two ranks claims to be the first to mask the other. Only if `rank` is
+// mapped.
 template <class F, class Args>
 EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
     const int own = call.args.rank;
@@ -69,8 +70,8 @@ EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
                       : call.fabric.template at<uint64_t>(rank, heap.first_to_mask(own));
 }
 
-// By a lane: whether this rank masks `rank` before `rank` masks it. Without mapped memory there is
-// no common word: if both mask each other at the same time, both are told, and both end.
+// Whether this rank masks `rank` before `rank` masks it. Called by one lane. Unmapped ranks share
+// no word: if both mask each other at the same time, both are notified and both end.
 template <class W, class F, class Args>
 EP_FN bool is_first_to_mask(const LowLatencyCall<F, Args>& call, int rank) {
     if (!call.fabric.maps(rank)) return told_masked<W>(call, rank) != MaskReason::Silent;
@@ -79,7 +80,8 @@ EP_FN bool is_first_to_mask(const LowLatencyCall<F, Args>& call, int rank) {
     return W::template acquire<Scope::System>(claim_on(call, rank)) == claim;
 }
 
-// By a lane of a rank that ends itself, and so must not make others end.
+// Withdraws the claim of a rank that ends itself, and so must not make others end. Called by one
+// lane.
 template <class W, class F, class Args>
 EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
     if (!call.fabric.maps(rank)) return;
@@ -87,8 +89,9 @@ EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
                                                 1 + static_cast<uint64_t>(call.args.rank), 0);
 }
 
-// By the first warp, once the membership is decided: masks the ranks that are left out from now on,
-// and tells them and the host. false: this rank itself has been masked as silent, and ends.
+// Masks the ranks that are left out from now on, and notifies them and the host. Called by the
+// first warp once the membership is decided. Returns false if this rank itself has been masked as
+// silent and must end.
 template <WarpLike W, class F, class Args>
 EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half,
                       Wait wait) {
@@ -150,8 +153,8 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
     return true;
 }
 
-// Waits until it is decided of 32 ranks from `first` on whether they take part: see
-// decide_membership. false: the wait ended badly.
+// Waits until it is decided whether each of 32 ranks from `first` on takes part: see
+// decide_membership. Returns false if the wait ended badly.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                         LowLatencyHalf half, Wait wait, int first, ConditionOf&& need) {
@@ -201,7 +204,7 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
             });
         }
         if (!missing) break;
-        if (slices >= mask.max_slices) {  // of all others it is decided
+        if (slices >= mask.max_slices) {  // all others are decided
             warp.fail(Outcome::Timeout, wait, need(call.args.rank));
             return false;
         }
@@ -220,12 +223,12 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         over = end == Waited::Over;
         if (over && team.warp == 0) send_beat(warp, call, half);
     }
-    // what a lane has acquired is there for all: a vote orders nothing
+    // makes what each lane has acquired visible to all lanes: a ballot orders nothing
     warp.lanes(lanes, [](int) {});
     return true;
 }
 
-// By a warp that knows the membership: whether all ranks take part that must.
+// Whether all required ranks take part; if not, the call fails. Called once membership is decided.
 template <WarpLike W, class F, class Args>
 EP_FN bool required_take_part(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                               LowLatencyHalf half, Wait wait) {
@@ -238,11 +241,11 @@ EP_FN bool required_take_part(W& warp, const LowLatencyCall<F, Args>& call, cons
     return true;
 }
 
-// Waits until it is decided of every rank whether it takes part. need(rank): the condition under
-// which it does. A rank is left out when nothing has come from it for mask.silent_slices slices,
-// beats included, which ranks that wait themselves send; or after mask.max_slices in any case. This
-// rank itself is waited for until then, and never left out: other warps of it may only be late.
-// false: the wait ended badly, this rank has been masked, or a required rank does not take part.
+// Waits until it is decided whether each rank takes part. It does if need(rank) is met. It is left
+// out if nothing has come from it for mask.silent_slices slices, heartbeats of waiting ranks
+// included, or after mask.max_slices in any case. This rank itself is waited for until then and
+// never left out: its other warps may only be late. Returns false if the wait ended badly, this
+// rank has been masked, or a required rank does not take part.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                              LowLatencyHalf half, Wait wait, ConditionOf&& need) {
@@ -253,7 +256,7 @@ EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const
     return required_take_part(warp, call, team, half, wait);
 }
 
-// ---- what both kinds of call need of the others
+// ---- used by both kinds of call
 
 template <WarpLike W, class F, class Args>
 EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
@@ -262,7 +265,7 @@ EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& te
                              [&](int rank) { return need_release<W>(call, rank); });
 }
 
-// All of a rank's rows.
+// Condition that all rows of a rank have arrived.
 template <class W, class F, class Args>
 EP_FN WaitCondition need_rows(const LowLatencyCall<F, Args>& call, int rank) {
     if (call.fabric.maps(rank)) {
@@ -275,7 +278,7 @@ EP_FN WaitCondition need_rows(const LowLatencyCall<F, Args>& call, int rank) {
     return need;
 }
 
-// Choices that a half was without.
+// Counts choices that a half leaves out.
 template <WarpLike W, class F, class Args>
 EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t choices) {
     if (choices)
@@ -283,8 +286,8 @@ EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t 
                                           popcount(choices));
 }
 
-// A dispatch leaves out the choices of such ranks: what is not sent is remembered as such. rank: of
-// each choice, -1 for none.
+// Drops a dispatch's choices of ranks that do not take part, and records them as not sent. rank: of
+// each choice; -1: none.
 template <WarpLike W, class F, class Args>
 EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
                         typename W::template PerLane<int>& rank) {
@@ -301,7 +304,7 @@ EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token,
     if (!piece.number) count_dropped(warp, call, dropped);
 }
 
-// For the handle: the ranks that took part in both halves of the dispatch.
+// Stores for the handle which ranks took part in both halves of the dispatch.
 template <WarpLike W, class F, class Args>
 EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
     for (int first = 0; first < call.world(); first += 32) {

@@ -4,11 +4,11 @@
 
 namespace ep {
 
-// Words that hold 32 bits and, above them, the number of their call as far as it fits: what tokens
-// chose, and the values beside rows that come back. A word is stored whole, so nobody waits until
-// the words before it have arrived, and who reads one waits for that one alone. Both banks have
-// words of their own, and all that is read of a call has been stored in it: the word of another
-// call with the same low half, 2^32 calls earlier, is never there.
+// Words with inline flags: 32 bits of data, and above them the low 32 bits of their call's number.
+// Choices travel so, and the values beside returned rows. A word is stored whole, so no sender
+// waits for earlier words to arrive and a reader waits for one word alone. Each bank has its own
+// words, and each word of a call is stored before it is read, so the word of a call with the same
+// low half, 2^32 calls earlier, is never there.
 
 // The words that `rank` stores in the heap of rank `at`.
 template <class F>
@@ -21,14 +21,14 @@ EP_FN uint64_t word_with(const LowLatencyCall<F, Args>& call, uint32_t value) {
     return call.number << 32 | value;
 }
 
-// The word's number, as a wait has to see it: this call's, or an earlier one.
+// The call number of a word in 64 bits: this call's or an earlier one's.
 template <class F, class Args>
 EP_FN uint64_t number_of(const LowLatencyCall<F, Args>& call, uint64_t word) {
     const auto behind = static_cast<uint32_t>(call.number - (word >> 32));
     return call.number < behind ? 0 : call.number - behind;
 }
 
-// A word that a lane reads, and the rank that stores it (negative: there is none).
+// A word that a lane reads, and the rank that stores it; negative: there is none.
 struct WordOf {
     int rank;
     const uint64_t* word;
@@ -39,9 +39,8 @@ EP_FN WordOf chosen_word(const LowLatencyDispatch<F>& call, int rank, size_t num
     return {rank, rank < 0 ? nullptr : choice_words(call, call.args.rank, rank) + number};
 }
 
-// Reads `most` words a lane, those that word(lane, i) names, once they are there: take(lane, i,
-// value), of none a value of 0. The loads of several are under way at once. false: a wait ended
-// badly.
+// Waits for word(lane, i) of each lane, i < most, and calls take(lane, i, value); a word that does
+// not exist has value 0. Several loads are in flight at once. Returns false if a wait ended badly.
 template <WarpLike W, class F, class Args, class Word, class Take>
 EP_FN bool read_words(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int lanes, int most,
                       Word&& word, Take&& take) {
@@ -80,8 +79,8 @@ EP_FN bool read_words(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, i
     return true;
 }
 
-// Where waits are counted: until something of every rank is there, so that the waits for words
-// which follow need not be.
+// If waits are measured: waits for something from every rank, so that the waits for words that
+// follow need not be measured.
 template <WarpLike W, class F>
 EP_FN bool count_wait_for_words(W& warp, const LowLatencyDispatch<F>& call) {
     if (!call.args.recv_wait_ns) return true;

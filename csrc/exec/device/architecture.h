@@ -1,6 +1,6 @@
 #pragma once
 
-// What a GPU's architecture has, known when its code is compiled. Tests name another one.
+// Features of a GPU's architecture, known at compile time. Tests define another EP_ARCHITECTURE.
 #if !defined(EP_ARCHITECTURE)
 #if defined(__CUDA_ARCH__)
 #define EP_ARCHITECTURE __CUDA_ARCH__
@@ -17,9 +17,9 @@ struct Architecture {
     static constexpr bool kHasEarlyLaunches = EP_ARCHITECTURE == 900;
     static constexpr bool kHasPackedMax = EP_ARCHITECTURE >= 900;
     static constexpr bool kHasFloat8 = EP_ARCHITECTURE >= 890;
-    // Rows that a lane adds to a sum at once. Of four ptxas spills 500 bytes for 10.0, 60 for 9.0.
+    // Rows that a lane adds to a sum at once. Four make ptxas spill 500 bytes for 10.0, 60 for 9.0.
     static constexpr int kRowsAtOnce = EP_ARCHITECTURE == 900 ? 4 : 2;
-    // Vectors of a sum of rows in shared memory. Of two it spills 150 bytes for 10.0, 40 for 9.0.
+    // Vectors of a sum of rows in shared memory. Two make it spill 150 bytes for 10.0, 40 for 9.0.
     static constexpr int kVectorsAtOnce = EP_ARCHITECTURE == 900 ? 2 : 1;
 };
 

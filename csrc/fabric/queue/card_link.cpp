@@ -21,7 +21,7 @@ CardQueue queue_in(const verbs::DirectPair::Rings& rings) {
 
 CardLink::~CardLink() { stop(); }
 
-// Nothing that the other rank has posted is written here any more.
+// From now on nothing that the other rank has posted is written here.
 void CardLink::stop() {
     for (const auto& [number, region] : regions_) stop(region);
 }

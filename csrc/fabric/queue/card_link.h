@@ -10,16 +10,15 @@
 
 namespace ep {
 
-// A queue over these rings. What it posts there is still to be said: keys and a producer.
+// A queue over these rings. The caller fills in its keys and producer.
 CardQueue queue_in(const verbs::DirectPair::Rings& rings);
 
-// What goes to one rank where the ranks post in a network card's queues by themselves: the card
-// carries out writes and additions, and here it is watched, because an entry that fails tells its
-// producer only that it is over. The other frames go over TCP, by which a rank also learns that
-// another has gone.
+// Connection to a rank where ranks post in a network card's queues directly. The card carries out
+// writes and additions. This watches it, because an entry that fails tells its producer only that
+// it is over. Other frames go over TCP, which also shows that the other rank has gone.
 //
-// Before a side closes a region, the other one confirms that what it had posted there is over.
-// What it posts there later fails, and nobody minds.
+// Before a side closes a region, the other one confirms that all it had posted there is over. What
+// it posts there later fails, which does no harm.
 class CardLink : public Link {
   public:
     using Pairs = std::vector<std::shared_ptr<verbs::DirectPair>>;
@@ -27,7 +26,7 @@ class CardLink : public Link {
     explicit CardLink(std::unique_ptr<Link> words) : words_(std::move(words)) {}
     ~CardLink() override;
 
-    // pairs: connected, or not yet posted in.
+    // pairs: connected, or nothing is posted in them yet.
     void open(uint8_t region, Pairs pairs) { regions_[region].pairs = std::move(pairs); }
 
     void fail(const std::string& why) override;
@@ -47,7 +46,7 @@ class CardLink : public Link {
         Pairs pairs;
         bool was_closed = false;  // by the other side
         bool is_to_confirm = false;
-        bool asked = false, was_confirmed = false;  // that this side closes it
+        bool asked = false, was_confirmed = false;  // this side's request to close it
     };
     static bool is_idle(const Region& region);
     bool is_idle() const;

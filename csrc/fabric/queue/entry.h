@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// An integer as network cards want it: the highest byte first.
+// A big-endian integer, as network cards use it.
 template <class T>
 class BigEndian {
   public:
@@ -30,9 +30,9 @@ class BigEndian {
 };
 
 // An entry of a send queue in the format of mlx5 network cards (mlx5dv.h of rdma-core: struct
-// mlx5_wqe_ctrl_seg, _raddr_seg, _data_seg, _atomic_seg). Who carries a queue out, a card or a
-// thread of the host, makes no difference to its bytes: addresses are offsets into a region of
-// memory, whose key says which.
+// mlx5_wqe_ctrl_seg, _raddr_seg, _data_seg, _atomic_seg). Its bytes are the same whether a card or
+// a thread of the host carries the queue out: addresses are offsets into a region that the key
+// names.
 struct alignas(64) SendEntry {
     enum Opcode : uint8_t { kWrite = 0x08, kFetchAdd = 0x12 };
     static constexpr uint8_t kTellCompletion = 2 << 2;
@@ -69,7 +69,7 @@ struct alignas(64) SendEntry {
         } write;
         struct {
             Atomic atomic;
-            Local old_value;  // where the card leaves it; nobody reads it
+            Local old_value;  // where the card stores it; not used
         } add;
     };
 
@@ -81,7 +81,7 @@ struct alignas(64) SendEntry {
         uint64_t address;
     };
 
-    // Writes so many bytes at `src` to `dst`.
+    // Writes `bytes` bytes at `src` to `dst`.
     static EP_HD SendEntry write_of(uint16_t index, uint32_t queue, Place dst, Place src,
                                     uint32_t bytes) {
         SendEntry entry = header(index, kWrite, queue, kUnitsOfWrite, dst);
@@ -89,7 +89,7 @@ struct alignas(64) SendEntry {
         return entry;
     }
 
-    // Adds to the word at `flag` of the other region. scratch: eight bytes of this side's.
+    // Adds to the word at `flag` of the other side's region. scratch: eight bytes of this side's.
     static EP_HD SendEntry add_of(uint16_t index, uint32_t queue, Place flag, uint64_t increment,
                                   Place scratch) {
         SendEntry entry = header(index, kFetchAdd, queue, kUnitsOfAdd, flag);
@@ -98,7 +98,8 @@ struct alignas(64) SendEntry {
         return entry;
     }
 
-    // The first eight bytes, with which a card's bell is rung: of an addition, and of this entry.
+    // The first eight bytes of an entry, which ring a card's bell: of an addition, and of this
+    // entry.
     struct Begin {
         BigEndian<uint32_t> index_and_opcode, queue_and_size;
     };
@@ -128,12 +129,12 @@ struct alignas(64) SendEntry {
 };
 static_assert(sizeof(SendEntry) == 64);
 
-// What is left of an entry that was carried out (mlx5dv.h: struct mlx5_cqe64, and mlx5_err_cqe).
+// What remains of an entry that was carried out (mlx5dv.h: struct mlx5_cqe64 and mlx5_err_cqe).
 //
-// All completions of a queue that a thread carries out go to one place. A card puts them into a
-// ring, one for each entry, and the lowest bit of `kind` says in which of two rounds.
+// A thread reports all completions of a queue in one place. A card writes them into a ring, one
+// place per entry, and the lowest bit of `kind` alternates from round to round.
 struct alignas(64) Completion {
-    // The upper half of `kind`.
+    // Values of the upper half of `kind`.
     static constexpr uint64_t kDone = 0, kRequestError = 13, kResponseError = 14, kNothingYet = 15;
 
     uint8_t unused[54];
@@ -144,13 +145,13 @@ struct alignas(64) Completion {
     uint8_t signature;
     uint8_t kind;
 
-    // By what carries the queue out: entry `index` is done, and so are those before it.
+    // Reports entry `index` and all before it as done. Called by what carries the queue out.
     void tell(uint16_t index, uint64_t how, uint64_t round = 0) {
         const uint64_t word = how << 60 | (round & 1) << 56 | uint64_t{index & 0xffu} << 40 |
                               static_cast<uint64_t>(index >> 8) << 32;
         std::atomic_ref<uint64_t>(*last_word()).store(word, std::memory_order_release);
     }
-    // The entry's number, the signature and the kind, which a card writes at once.
+    // The entry's number, the signature and the kind: one word, which a card writes at once.
     EP_HD uint64_t* last_word() {
         return reinterpret_cast<uint64_t*>(this) + sizeof(*this) / sizeof(uint64_t) - 1;
     }
@@ -159,7 +160,7 @@ struct alignas(64) Completion {
     static EP_HD uint16_t entry_of(uint64_t last_word) {
         return static_cast<uint16_t>((last_word >> 32 & 0xff) << 8 | (last_word >> 40 & 0xff));
     }
-    // Of a ring, in which a place has it for the round-th time: whether it is there.
+    // Whether a place of a ring has its completion for the round-th time.
     static EP_HD bool is_there(uint64_t last_word, uint64_t round) {
         return kind_of(last_word) != kNothingYet && (last_word >> 56 & 1) == (round & 1);
     }
@@ -170,7 +171,7 @@ struct alignas(64) Completion {
 static_assert(sizeof(Completion) == 64 && offsetof(Completion, entry) == 60);
 static_assert(offsetof(Completion, syndrome) == 55);
 
-// Where the number of the next empty entry is told, modulo 2^16 (mlx5dv.h: a doorbell record).
+// The number of the next empty entry, modulo 2^16 (mlx5dv.h: a doorbell record).
 struct DoorbellRecord {
     BigEndian<uint32_t> receive, send;
 };

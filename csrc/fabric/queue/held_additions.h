@@ -9,13 +9,13 @@
 
 namespace ep {
 
-// What one rank adds over a network that keeps no order. The writes of a queue between two of its
-// additions are a batch: each says to which one it belongs, and the addition behind them how many
+// Additions of one rank over a network that keeps no order. The writes of a queue between two of
+// its additions are a batch: each write names its batch, and the addition after it says how many
 // they are. Additions of a queue are carried out in turn, each when its whole batch has arrived.
 class HeldAdditions {
   public:
-    // After a write, or for an addition, calls carry_out(frame) for each addition whose turn has
-    // come. False: no rank sends this frame.
+    // Takes a frame and calls carry_out(frame) for each addition whose turn has come. Returns false
+    // if no rank sends such a frame.
     template <class F>
     bool take(const Frame& frame, F&& carry_out) {
         Queue& queue = queues_[static_cast<uint32_t>(frame.region) << 16 | frame.queue];
@@ -47,7 +47,7 @@ class HeldAdditions {
         std::optional<Frame> addition;
     };
     struct Queue {
-        uint32_t next = 0;  // batch
+        uint32_t next = 0;  // batch to carry out
         std::map<uint32_t, Batch> batches;
     };
     std::unordered_map<uint32_t, Queue> queues_;

@@ -10,11 +10,11 @@
 
 namespace ep {
 
-// A rank on the host whose nodes are machines, or are taken for such: the network reads and writes
-// its heap itself, where that is for the network.
+// Queues of a host rank whose nodes are machines, or are treated as such. The network reads and
+// writes the network's part of its heap directly.
 class HostQueues {
   public:
-    // heaps: by rank; of those on other machines nobody touches it. stride: see SoftwareNic::open.
+    // heaps: by rank; those of other machines are not accessed. stride: see SoftwareNic::open.
     template <class AnyHeap>
     HostQueues(SoftwareNic& nic, const AnyHeap& heap, int rank, std::vector<char*> heaps,
                int stride)

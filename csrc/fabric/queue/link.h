@@ -7,73 +7,72 @@
 
 namespace ep {
 
-// What travels between two ranks: a header, and `bytes` bytes behind it.
+// A message between two ranks: a header, then `bytes` bytes.
 struct Frame {
     enum Kind : uint8_t {
         kWrite = 1,  // the bytes belong at `address` of the region
         kAdd,        // increment of the word at `address`
         kStatus,     // the sender's control block
         kAbort,      // increment: the sender's abort word
-        kBye,        // nothing comes after it
-        kKeys,       // of the region, by which the receiver's card may write there
-        kClose,      // the receiver must write to the region no more ...
-        kClosed,     // ... and does not
+        kBye,        // the sender's last frame
+        kKeys,       // keys of the region, with which the receiver's card may write there
+        kClose,      // the receiver must stop writing to the region ...
+        kClosed,     // ... and has stopped
     };
 
     uint8_t kind;
     uint8_t region = 0;
-    uint16_t queue = 0;  // of the sender's towards this rank
+    uint16_t queue = 0;  // index among the sender's queues to this rank
     uint32_t bytes = 0;
     uint64_t address = 0;
     uint64_t increment = 0;
-    uint32_t batch = 0;   // of a queue: additions before it
-    uint32_t writes = 0;  // of an addition: in its batch
+    uint32_t batch = 0;   // additions of the queue before this frame
+    uint32_t writes = 0;  // of an addition: writes in its batch
 };
 static_assert(sizeof(Frame) == 32);
 
-// A connection to one rank, which never blocks.
+// A connection to one rank. No call blocks.
 class Link {
   public:
     virtual ~Link() = default;
 
-    // Why the connection is of no more use; "" while it is.
+    // Why the connection cannot be used any more; "" while it can.
     const std::string& end() const { return end_; }
     virtual void fail(const std::string& why) {
         if (end_.empty()) end_ = why;
     }
 
-    // Whether frames arrive in the order in which they were added. If not, those that are no writes
-    // and no additions do.
+    // Whether frames arrive in the order in which they were added. If not, all but writes and
+    // additions still do.
     virtual bool keeps_order() const { return true; }
 
     // ---- sending
 
-    // Whether more should be added: what is added waits in order, so little of it should.
+    // Whether more frames should be added. They wait in order, so only few should.
     virtual bool has_room() const = 0;
-    // The same for what concerns a region.
+    // The same for frames that concern a region.
     virtual bool has_room_for(uint8_t) const { return has_room(); }
-    // The bytes are read when they leave; `sent` is called then, or later: one after the other, in
-    // the order in which they were added.
+    // Adds a frame. Its bytes are read when they leave; `sent` is called then or later, for one
+    // frame after the other in the order in which they were added.
     virtual void add(const Frame& frame, const char* bytes, std::function<void()> sent = {}) = 0;
     virtual void add_copy(Frame frame, std::string bytes) = 0;
     // Sends what can be sent. Returns whether anything was.
     virtual bool send() = 0;
     virtual bool has_to_send() const = 0;
-    // Whether the other machine has all that was sent, or will never have it. A connection that is
-    // closed before may take back what is under way.
+    // Whether the other machine has all that was sent, or will never have it. Closing the
+    // connection before may discard what is in flight.
     virtual bool is_acknowledged() const = 0;
 
     // ---- receiving
 
-    // Where the bytes of a frame belong, of which there are frame.bytes; null: the frame is not
-    // what may come, and the connection ends.
+    // Returns where a frame's bytes belong; null: the frame is not valid, and the connection ends.
     using Target = std::function<char*(const Frame&)>;
     using Done = std::function<void(const Frame&)>;
-    // Receives what is there, some of it at least. Returns whether there was any.
+    // Receives at least some of what is there. Returns whether there was any.
     virtual bool receive(const Target& target, const Done& done) = 0;
 
-    // What still arrives of a frame for this region is thrown away; false if some is still to be
-    // sent from it, or may still arrive.
+    // Discards what still arrives for this region. Returns false while something of it is still to
+    // be sent, or may still arrive.
     virtual bool forget(uint8_t region) = 0;
 
     // ---- sleeping

@@ -22,7 +22,7 @@ uint64_t mixed(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// Bytes that tell a put from every other one, and each of their words from its neighbours.
+// Bytes that differ from those of every other put, and each of their words from its neighbours.
 class Pattern {
   public:
     Pattern(uint64_t seed, int from, int to, int channel, uint64_t number) : key_(mixed(seed)) {
@@ -50,7 +50,7 @@ class Pattern {
     uint64_t key_;
 };
 
-// What posts in a queue: one thread, instead of the warps of a channel. Its rings are much shorter
+// What posts in a queue: one thread, in the place of a channel's warps. Its rings are much shorter
 // than a queue, so it waits for room for a moment at most.
 class Poster {
   public:
@@ -111,7 +111,7 @@ size_t NetworkLoad::ring_index(int channel, int peer) const {
     return static_cast<size_t>(channel) * sizes_.world + peer;
 }
 
-// Of the ring towards a rank, where puts wait to be sent, or of that in which its own arrive.
+// Offset in the ring to a rank, where puts wait to be sent, or in the ring where its puts arrive.
 size_t NetworkLoad::slot(bool to_send, int channel, int peer, uint64_t number) const {
     const size_t index = (ring_index(channel, peer) * 2 + to_send) * kSlots + number % kSlots;
     return index * align_up(sizes_.max_bytes, 64);
@@ -130,7 +130,8 @@ uint64_t NetworkLoad::word_at(size_t offset) const {
         .load(std::memory_order_acquire);
 }
 
-// The memory of all ranks has the same layout: what this rank writes there stands in its own place.
+// The memory of all ranks has the same layout: this rank puts into the rings of its own index
+// there.
 void NetworkLoad::post_put(const Ring& ring, size_t bytes) {
     const auto queue = port_->queues().puts(ring.channel, ring.peer);
     const size_t source = slot(true, ring.channel, ring.peer, ring.sent);

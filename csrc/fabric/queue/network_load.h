@@ -14,35 +14,37 @@
 
 namespace ep {
 
-// Loads a network in order to see how fast it is, and whether it keeps what it promises: puts with
-// a signal behind each go to rings in the memory of other ranks, and credits come back, as those of
-// a dispatch do. All ranks of the network make one of the same sizes, in the same order.
+// Loads a network to measure its speed and to check that it keeps its promises. Puts, each with a
+// signal behind it, go to rings in the memory of other ranks, and credits come back, as in a
+// dispatch. All ranks of the network make one of the same sizes, in the same order.
 class NetworkLoad {
   public:
     using Seconds = std::chrono::duration<double>;
 
     struct Sizes {
         int world;
-        int channels;      // rings between two ranks, with queues of their own
+        int channels;      // rings between two ranks, each with its own queues
         size_t max_bytes;  // of a put
 
-        // Of the memory that a rank gives to it.
+        // Bytes of the memory that a rank provides.
         size_t heap_bytes() const;
     };
 
-    // control: this rank's, of which the network tells the others. heap: of sizes.heap_bytes(),
-    // zero.
+    // control: this rank's, which the network sends to the others. heap: sizes.heap_bytes() bytes
+    // of zeros.
     NetworkLoad(SoftwareNic& nic, const ControlBlock& control, char* heap, int rank, Sizes sizes);
     ~NetworkLoad() { nic_.close(port_); }
     NetworkLoad(const NetworkLoad&) = delete;
 
-    // A put and its signal there and back, between two ranks of which one begins. Half of each
-    // round trip. Throws std::runtime_error when the connection breaks, or the time is over.
+    // Sends a put and its signal there and back between two ranks, of which one begins. Returns
+    // half of each round trip's time. Throws std::runtime_error if the connection breaks, or on a
+    // timeout.
     std::vector<Seconds> ping(int peer, bool begins, size_t bytes, int rounds, Seconds timeout);
 
-    // `puts` puts in each channel to each of `targets` and from each of `sources`, all at once; how
-    // long that takes. With a seed they are of random sizes up to `bytes`, and what arrives is
-    // compared with what was sent. Throws std::runtime_error as above, and when bytes are wrong.
+    // Puts `puts` times in each channel to each of `targets` and from each of `sources`, all at
+    // once. Returns how long that takes. With a seed, sizes are random up to `bytes`, and what
+    // arrives is compared with what was sent. Throws std::runtime_error like ping(), and if bytes
+    // are wrong.
     Seconds exchange(const std::vector<int>& targets, const std::vector<int>& sources, int puts,
                      size_t bytes, std::optional<uint64_t> seed, Seconds timeout);
 

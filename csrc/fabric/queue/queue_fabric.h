@@ -9,30 +9,30 @@
 
 namespace ep {
 
-// Ranks of a node map each other's heaps, on the host or on GPUs, and what goes to another node is
-// posted in send queues, which a thread of the host carries out, or a network card.
+// Fabric over send queues. Ranks of a node map each other's heaps, on the host or on GPUs. What
+// goes to another node is posted in send queues, which a thread of the host or a network card
+// carries out.
 //
-// What the network reads and writes is memory of the host. A GPU's heap is not: what crosses the
-// network of its parts from network_begin on has a place of its own there, and the rest of them
-// serves the ranks of the node.
+// The network reads and writes host memory. A GPU's heap is not host memory, so what crosses the
+// network, from network_begin on, has a second place there; the part of the heap serves the node.
 class QueueFabric;
 struct QueueFabricParams {
     using Fabric = QueueFabric;
-    static constexpr int kMaxLocalRanks = 1;      // in one process
-    static constexpr bool kMergesNotify = false;  // with a dispatch within a node
-    static constexpr bool kOverHost = true;       // what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
+    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
+    static constexpr bool kOverHost = true;       // host memory carries what goes to other nodes
 
     Topology topology;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
     char* network;              // the network's region: the heap from network_begin on
     size_t network_begin;
     SendQueues queues;
-    // Of a GPU's rank, in memory of the host: what it tells of itself, and hears of others.
+    // A GPU rank's control block in host memory: what it reports, and what it hears of others.
     ControlBlock* report;
     size_t network_bytes;
 
-    void drain(uint64_t) const {}  // connections end before memory is used again
-    // Clears the network's region and what the producers count, while nobody carries anything out.
+    void drain(uint64_t) const {}  // connections are closed before memory is used again
+    // Clears the network's region and the producers' counters, while no queue is being carried out.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
@@ -134,7 +134,7 @@ class QueueFabric {
     }
 
   private:
-    static constexpr size_t kMaxBytes = size_t{1} << 30;  // of one entry, as cards take them
+    static constexpr size_t kMaxBytes = size_t{1} << 30;  // largest write that cards take
 
     template <class W, class QueueOf, class IncrementOf>
     EP_FN void add_each(W& warp, int first, uint32_t ranks, QueueOf&& queue_of, size_t flag,

@@ -13,31 +13,31 @@ namespace ep {
 class SoftwareNic;
 void wake(SoftwareNic& nic);
 
-// What the warps that post in a queue count, in memory of their own.
+// Counters of the warps that post in a queue, in the memory of these warps.
 struct alignas(32) QueueProducer {
-    uint64_t begun;      // entries that have a number
-    uint64_t posted;     // entries that are written, all those before them, too
-    uint64_t completed;  // entries that are known to be carried out
+    uint64_t begun;      // entries that have been given a number
+    uint64_t posted;     // entries that are written, and all before them
+    uint64_t completed;  // entries that are known to have been carried out
 };
 
-// A queue that a network card reads by itself: a queue pair, where the card's driver has it. Its
-// rings may be larger than a queue is deep. Several queues towards one rank may be one: then they
-// have their producer in common, too.
+// An mlx5 queue pair that a network card reads directly, as the card's driver maps it. Its rings
+// may hold more than `depth` entries. Several queues to one rank may share a queue pair, and then
+// its producer.
 struct CardQueue {
     SendEntry* entries;
     uint64_t* doorbell;       // DoorbellRecord
-    uint64_t* bell;           // a register of the card's; null: a thread carries out the queue
+    uint64_t* bell;           // the card's register; null: a thread carries out the queue
     Completion* completions;  // a ring of them
-    uint32_t last_entry;      // numbers of entries, and of completions, are masked with these
+    uint32_t last_entry;      // masks for numbers of entries and of completions
     uint32_t last_completion;
-    uint32_t completion_bits;  // how many are set in it
-    uint32_t number;           // the queue pair's, 24 bits
+    uint32_t completion_bits;  // number of bits in it
+    uint32_t number;           // the queue pair's number, 24 bits
     uint32_t data, flags;      // keys of the region at the other end: see verbs::Region
     uint32_t source;           // key of the region at this end
-    SendEntry::Place scratch;  // where additions leave what was there before
+    SendEntry::Place scratch;  // where additions leave the old value
     QueueProducer* producer;
 
-    // Whether an entry is carried out, or given up because of an error.
+    // Whether an entry was carried out, or given up because of an error.
     template <class W>
     EP_FN bool is_over(uint64_t entry) const {
         uint64_t* word = completions[entry & last_completion].last_word();
@@ -47,8 +47,8 @@ struct CardQueue {
 };
 
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
-// out the entries below it in order, and reports progress in the completion. Nothing here is a
-// pointer into another process, and nothing is ever more than `depth` entries ahead.
+// out the entries below it in order, and reports progress in the completion. It holds no pointer
+// into another process, and at most `depth` entries that are not carried out.
 struct SendQueue {
     static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
 
@@ -56,27 +56,27 @@ struct SendQueue {
 
     SendEntry* entries;
     uint32_t depth;      // a power of two
-    uint32_t number;     // 24 bits, as entries say it
-    uint32_t key;        // of the region at both ends
-    uint64_t scratch;    // eight bytes of it, for what an addition returns
+    uint32_t number;     // 24 bits, as in entries
+    uint32_t key;        // of the region, the same at both ends
+    uint64_t scratch;    // eight bytes of the region, for the old value of an addition
     uint64_t* doorbell;  // DoorbellRecord
     Completion* completion;
     Producer* producer;
-    SoftwareNic* sleeper;  // woken by each ring; null: none
-    // What a card needs, in the place of most of the above; null: a thread carries out the entries.
+    SoftwareNic* sleeper;  // woken whenever a queue rings; null: none
+    // The card's queue, which replaces most of the above; null: a thread carries out the entries.
     const CardQueue* card;
 
-    // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of that of `peer`.
-    // It is not carried out before a later entry rings. False: a wait ended badly, and nothing is
-    // posted.
+    // Writes bytes [src, src + bytes) of this rank's region to [dst, dst + bytes) of that of
+    // `peer`. It is not carried out before a later entry rings. Returns false if a wait ended badly
+    // and nothing is posted.
     template <class W>
     EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
         return post(warp, peer, false,
                     [&](uint16_t index) { return write_of(index, dst, src, bytes); });
     }
 
-    // Adds to the word at `flag` there, and rings: all posted entries may be carried out, and what
-    // this warp wrote or acquired before may be read.
+    // Adds to the word at `flag` of `peer`, and rings: all posted entries may be carried out, and
+    // what this warp wrote or acquired before may be read.
     template <class W>
     EP_FN bool post_add(W& warp, int peer, uint64_t flag, uint64_t increment) const {
         return post(warp, peer, true,
@@ -99,7 +99,7 @@ struct SendQueue {
         return card ? card->entries[own & card->last_entry] : entries[own & (depth - 1)];
     }
 
-    // ---- what leads to an entry: who carries it out looks at the bell, then at the doorbell
+    // ---- doorbells: what carries entries out checks the bell, then the doorbell record
 
     EP_FN uint64_t* doorbell_word() const { return card ? card->doorbell : doorbell; }
     EP_FN uint64_t bell_of(uint64_t end, bool ends_in_addition) const {
@@ -107,8 +107,8 @@ struct SendQueue {
                    ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card->number)
                    : place_of(end - 1).begin();
     }
-    // Before and after a bell: a card's register may be memory that is not in order with any other,
-    // and whose stores a host's processor gathers before they leave.
+    // Called before and after a bell: a card's register may be memory that is not ordered with any
+    // other, and whose stores a host's processor combines before they leave.
     static EP_FN void fence_bell() {
 #if !defined(__CUDACC__) && defined(__x86_64__)
         asm volatile("sfence" ::: "memory");
@@ -117,7 +117,7 @@ struct SendQueue {
 #endif
     }
 
-    // ---- the other side
+    // ---- the side that carries entries out
 
     uint16_t rung() const {
         return end_of(std::atomic_ref<uint64_t>(*doorbell).load(std::memory_order_acquire));
@@ -132,10 +132,10 @@ struct SendQueue {
         completion->tell(0, Completion::kNothingYet);
     }
 
-    // By a lane: whether so many entries fit before those that are known to be carried out.
+    // Whether entry `own` has room, as far as completions are known. Called by one lane.
     EP_FN bool has_room_for(uint64_t own) const { return own < producer->completed + depth; }
 
-    // Entries below `end` may be taken: what the doorbell says then.
+    // The doorbell's value once entries below `end` may be taken.
     static EP_FN uint64_t rung_for(uint64_t end) {
         return std::bit_cast<uint64_t>(
             DoorbellRecord{uint32_t{0}, uint32_t{static_cast<uint16_t>(end)}});
@@ -146,8 +146,8 @@ struct SendQueue {
 #endif
     }
 
-    // How many entries are over, of so many that are posted. A card tells of each by itself: what
-    // is found is whether the one is over that leaves no room for another, or half of them are.
+    // How many of `posted` entries are over. A card reports each one separately, so two are
+    // checked: the one whose place the next entry takes, and the one half a ring later.
     template <class W>
     EP_FN uint64_t completed_of(uint64_t posted) const {
         if (card) {
@@ -172,7 +172,7 @@ struct SendQueue {
         return true;
     }
 
-    // For entry number `own`, once all before it are posted.
+    // Makes room for entry `own`, once all before it are posted.
     template <class W>
     EP_FN bool make_room(W& warp, uint64_t own, int peer) const {
         if (has_room_for(own)) return true;
@@ -192,7 +192,7 @@ struct SendQueue {
                                               Completion::entry_of(word));
     }
 
-    // Entries below `end`, of which there is one, may be taken.
+    // Lets entries below `end`, of which there is at least one, be taken.
     template <class W>
     EP_FN void ring(W& warp, uint64_t end, bool ends_in_addition) const {
         warp.template publish<Scope::System>(doorbell_word(), rung_for(end));
@@ -203,10 +203,10 @@ struct SendQueue {
     }
 };
 
-// By each lane in the mask an entry of its own to a queue of its own: entry_of(lane, queue, index)
-// to queue_of(lane), which leads to peer_of(lane). rings: whether what was posted may be taken now.
-// A lane whose turn has come posts, and does not wait for the turns of others: two warps could wait
-// for each other. False: a wait ended badly.
+// Posts one entry per lane in the mask, each to its own queue: entry_of(lane, queue, index) to
+// queue_of(lane), which leads to peer_of(lane). rings: whether what was posted may be taken now. A
+// lane posts when its turn has come and does not wait for those of other lanes: two warps could
+// wait for each other. Returns false if a wait ended badly.
 template <class W, class QueueOf, class PeerOf, class EntryOf>
 EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, PeerOf&& peer_of,
                      EntryOf&& entry_of) {
@@ -269,9 +269,9 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
     return true;
 }
 
-// The queues of a symmetric heap: of each channel, and of what belongs to none (see
-// core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
-// Their memory is that of those who post and who carry out, one after the other.
+// The queues of a symmetric heap: each channel, and one more for what belongs to none (see
+// core/network_flags.h), has two queues to each rank, one for puts and their signals, one for
+// credits. Both sides share one block of memory: all entries, then completions, then doorbells.
 struct SendQueues {
     SendEntry* entries;
     Completion* completions;
@@ -280,13 +280,13 @@ struct SendQueues {
     int ranks, channels;
     uint32_t depth, key;
     SoftwareNic* sleeper;
-    const CardQueue* cards;  // of each queue; null: a thread carries all of them out
+    const CardQueue* cards;  // by queue; null: a thread carries all of them out
 
     size_t count() const { return count(ranks, channels); }
     static size_t count(int ranks, int channels) {
         return 2 * static_cast<size_t>(ranks) * (channels + 1);
     }
-    // Of the memory that both sides see, which begins on a cache line.
+    // Bytes of the memory that both sides share, which begins on a cache line.
     static size_t bytes(size_t count, uint32_t depth) {
         return count * (depth * sizeof(SendEntry) + sizeof(Completion) + sizeof(uint64_t));
     }

@@ -31,7 +31,7 @@ void abort(ControlBlock& block, uint64_t word) {
     std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(nobody, word);
 }
 
-// Unless another one is there already.
+// Sets the reason unless there is one.
 void note(Reason& reason, const std::string& why) {
     if (std::atomic_ref<uint64_t>(reason.bytes).load()) return;
     const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
@@ -39,7 +39,7 @@ void note(Reason& reason, const std::string& why) {
     std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
 }
 
-// Never destroyed.
+// Moves a value to where it is never destroyed.
 template <class T>
 void leak(T& value) {
     new T(std::move(value));
@@ -56,7 +56,8 @@ bool is_in_transfer(ControlBlock& block) {
     return is_under_way(&Calls::notify) || is_under_way(&Calls::transfer);
 }
 
-// Whether a rank tells others of it: not what it has only heard of, nor what ends it alone.
+// Whether a rank reports an outcome to others: not one that it only heard of, nor one that ends it
+// alone.
 bool is_told(Outcome outcome) {
     return outcome > Outcome::Ok && outcome <= Outcome::Lost && outcome != Outcome::Aborted &&
            outcome != Outcome::CutOff;
@@ -85,7 +86,7 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards ca
 }
 
 SoftwareNic::~SoftwareNic() {
-    if (is_forked()) {  // the thread is not here, and what cards know is the parent's
+    if (is_forked()) {  // the thread is not here, and the cards' state is the parent's
         leak(thread_);
         leak(links_);
         leak(ports_);
@@ -95,7 +96,7 @@ SoftwareNic::~SoftwareNic() {
     ::close(waker_);
 }
 
-// Which connection carries a queue; null: memory is mapped.
+// The connection that carries a queue; null: memory is mapped.
 Link* SoftwareNic::link_of(size_t queue) const {
     const size_t pair = queue / 2;  // see SendQueues
     const Links& links = links_[pair % links_.size()];
@@ -107,7 +108,7 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
     limit_ = limit;
     std::vector<Links> links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
-        assert(!is_direct() || sockets[rank].size() < 2);  // one watches the queues
+        assert(!is_direct() || sockets[rank].size() < 2);  // one link watches the queues
         for (size_t i = 0; i < sockets[rank].size(); ++i) {
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
             if (is_direct()) {
@@ -162,7 +163,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     stopping_ = true;
     wake();
     thread_.join();
-    const std::lock_guard lock(ports_mutex_);  // others may tell of a failure, or close a port
+    const std::lock_guard lock(ports_mutex_);  // others may report failures or close ports
     has_thread_ = false;
     for (Links& links : links_) links.clear();
     for (const auto& port : ports_) {
@@ -209,15 +210,14 @@ bool SoftwareNic::step() {
     return moved;
 }
 
-// How long nothing may be looked at: an eighth of the time that nothing has come for, where nobody
-// tells when something does.
+// How long to sleep. If nothing wakes the thread when something comes, an eighth of the idle time.
 SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle, bool polls) const {
     if (polls) return std::clamp<Clock::duration>(idle / 8, kMinNap, kMaxNap);
     return Clock::now() < news_until_ || stopping_ ? kNews : kNews * 2;
 }
 
-// Says goodbye once everything has left, or it is late, and gives the other machines a moment to
-// have it. Returns whether that is over.
+// Sends goodbyes once everything has left, or it is late, and gives the other machines a moment to
+// receive them. Returns whether that is over.
 bool SoftwareNic::leave() {
     const auto now = Clock::now();
     bool has_left = !has_work(), is_heard = true;
@@ -262,14 +262,14 @@ bool SoftwareNic::has_work() const {
     return false;
 }
 
-// Some of what was posted in a queue. Returns whether there was any.
+// Carries out some of what was posted in a queue. Returns whether there was any.
 bool SoftwareNic::carry_out(Port& port, size_t number) {
     const SendQueue queue = port.queues_[number];
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();
     Link* link = link_of(number);
-    if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
+    if (link && !link->end().empty()) {  // give up, as a card does: nothing waits for room then
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
         if (taken.begun == taken.given_up) return false;
         queue.completion->tell(static_cast<uint16_t>(taken.begun - 1), Completion::kRequestError);
@@ -317,7 +317,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
                   source + taken.offset, is_last ? complete : std::function<void()>());
         taken.offset = is_last ? 0 : taken.offset + piece;
         taken.begun += is_last;
-        if (!is_last) break;  // other queues' entries pass between the pieces
+        if (!is_last) break;  // other queues' entries go between the pieces
     }
     return moved;
 }
@@ -342,7 +342,7 @@ bool SoftwareNic::move_bytes(Clock::time_point now) {
     return moved;
 }
 
-// Where the bytes of a frame belong; null: no rank sends such a frame.
+// Returns where the bytes of a frame belong; null: no rank sends such a frame.
 char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
     const bool is_first = &link == links_[rank].front().get();
     switch (frame.kind) {
@@ -401,20 +401,19 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
     }
 }
 
-// What a rank of another machine must hear: why it shall give up, or that there was a loss. 0:
-// nothing.
+// What a rank of another machine must be told: an abort word, or that there was a loss; 0: nothing.
 uint64_t SoftwareNic::news_for(size_t rank) const {
     const uint64_t word = abort_word_of(*controls_[rank]);
     return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, *lost_);
 }
 
-// The mirrors' abort words, which ranks of this machine have set, losses, and now and then how far
-// this rank is: more often while a failure is news.
+// Sends the abort words that ranks of this machine have set in mirrors, losses, and from time to
+// time this rank's status: more often shortly after a failure.
 void SoftwareNic::tell_others(Clock::time_point now) {
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
         last_abort_ = word;
         news_until_ = now + std::chrono::seconds(1);
-        // a GPU reaches no mirror
+        // a GPU cannot write to mirrors
         for (size_t rank = 0;
              ControlBlock::outcome_of(word) != Outcome::CutOff && rank < links_.size(); ++rank) {
             if (!is_mapped(static_cast<int>(rank))) abort(*controls_[rank], word);
@@ -437,8 +436,9 @@ void SoftwareNic::tell_others(Clock::time_point now) {
     if (is_time) last_beat_ = now;
 }
 
-// A process that is stopped is waited for like one that is slow: its machine answers. Where losses
-// are tolerated, that ends once it takes nothing of what is to be sent to it.
+// Gives up ranks whose machine no longer answers. A stopped process is waited for like a slow one,
+// because its machine answers. If losses are tolerated, that ends once it takes nothing of what is
+// sent to it.
 void SoftwareNic::lose_silent(Clock::time_point now) {
     if (now - last_look_ < kListen || stopping_) return;
     last_look_ = now;
@@ -468,7 +468,7 @@ std::pair<double, double> SoftwareNic::silence(int rank) {
 void SoftwareNic::add_status(Link& link) {
     ControlBlock said{};
     copy_status(said, own());
-    if (!said.reason.bytes) said.reason = why_lost_;  // for those whose own connections are whole
+    if (!said.reason.bytes) said.reason = why_lost_;  // for ranks whose own connections still work
     link.add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
 }
 
@@ -479,8 +479,8 @@ void SoftwareNic::add_abort(size_t rank, uint64_t word) {
     told_[rank] = word;
 }
 
-// With one connection to a rank the others end, too. The rank itself hears of it where only a card
-// has failed.
+// Gives up a rank, with all its connections, when one of them breaks. The rank itself is told if
+// only a card has failed.
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
     note(controls_[rank]->reason, why);
@@ -496,9 +496,9 @@ void SoftwareNic::note_loss(int rank, const std::string& why) {
     note(why_lost_, why);
 }
 
-// All waits, because of the connection that broke first. Where losses are tolerated, those of the
-// ranks of this machine that are in a call of the normal mode, now or later, which can do without
-// nobody; those of other machines look after themselves.
+// Ends all waits because of the connection that broke first. If losses are tolerated, ends only
+// those of ranks of this machine that are in a call of the normal mode, now or later, which cannot
+// go on without a rank; other machines do so for theirs.
 void SoftwareNic::end_waits() {
     if (!lost_) return;
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, *lost_);
@@ -521,7 +521,7 @@ void SoftwareNic::tell_now() {
     const auto deadline = Clock::now() + std::chrono::milliseconds(100);
     const auto is_told = [&] {
         const std::lock_guard lock(ports_mutex_);
-        if (abort_word_of(own()) != last_abort_) return false;  // nor do the mirrors know of it
+        if (abort_word_of(own()) != last_abort_) return false;  // the mirrors do not have it yet
         for (size_t rank = 0; rank < links_.size(); ++rank) {
             if (links_[rank].empty()) continue;
             const auto& link = links_[rank].front();
@@ -560,8 +560,8 @@ void SoftwareNic::sleep(Clock::duration most) {
     [[maybe_unused]] const ssize_t ignored = read(waker_, &count, sizeof count);
 }
 
-// Either it finds that the thread sleeps, or the thread finds what was rung before it sleeps: one
-// of two changes of a word sees the other.
+// Either this finds that the thread sleeps, or the thread finds before it sleeps what was rung: of
+// two atomic changes of a word, one sees the other.
 void SoftwareNic::wake() {
     if (!asleep_.fetch_add(0, std::memory_order_acq_rel)) return;
     const uint64_t one = 1;

@@ -22,14 +22,14 @@
 
 namespace ep {
 
-// Where a GPU posts in a card's queues by itself: what it must be given. Called when queues are
-// connected, on the thread that connects them.
+// The GPU's side where it posts in a card's queues directly. Called when queues are connected, on
+// the thread that connects them.
 class GpuOfCards {
   public:
-    // In its memory, for all queues of a port.
+    // Memory of the GPU for all queues of a port.
     virtual CardQueue* cards() = 0;
-    // Lets it reach a queue pair's rings and bell, whose addresses become those that it has. Throws
-    // std::runtime_error where it does not.
+    // Maps a queue pair's rings and bell for the GPU, and sets their addresses to the GPU's. Throws
+    // std::runtime_error if that fails.
     virtual void reach(verbs::DirectPair& pair, CardQueue& card) = 0;
     virtual void tell(const std::vector<CardQueue>& cards) = 0;
 
@@ -37,27 +37,27 @@ class GpuOfCards {
     ~GpuOfCards() = default;
 };
 
-// A thread that carries out the send queues of one rank as a network card would: towards ranks of
-// other machines over TCP, or by a card that it tells what to do (verbs), towards those whose
-// memory is mapped by copying. A write reads its
-// source when it leaves, and an addition is seen after the writes before it in its queue. A card
-// that is direct carries out by itself what goes to other machines, and the thread watches it.
+// A thread that carries out the send queues of one rank as a network card would: to ranks of other
+// machines over TCP or with a card (verbs), to ranks whose memory is mapped by copying. A write
+// reads its source when it leaves, and an addition is visible after the writes before it in its
+// queue. A direct card carries out by itself what goes to other machines, and the thread watches
+// it.
 //
-// Beside the queues it tells the others what this rank's control block says, and what the others
-// say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and a rank
-// that waited can say which one never came. A connection that breaks ends all waits, too.
+// It also sends this rank's control block to the others, and keeps a mirror of each of theirs. So a
+// failure anywhere ends the waits everywhere, and a rank that waited can name the one that never
+// came. A connection that breaks ends all waits, too.
 //
-// In a process that is forked from the one that made it, it does nothing, and is only destroyed.
+// In a process that is forked from its own it does nothing, and is only destroyed.
 class SoftwareNic {
   public:
     using Cards = std::vector<std::shared_ptr<verbs::Card>>;
 
     static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
 
-    // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
-    // cards: none: TCP alone; one, or several that are direct: all of a channel goes over one of
-    // them, for its order. For tests: seed: TCP as a network that keeps no order; depth: of the
-    // queues in which ranks on the host post.
+    // controls: by rank; for ranks of other machines a mirror that belongs to this rank. cards:
+    // none for TCP alone, one, or several direct ones; each channel uses one, which keeps its
+    // order. For tests: seed: TCP as a network that keeps no order; depth: of the queues in which
+    // ranks on the host post.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards = {},
                 std::optional<uint64_t> seed = std::nullopt, uint32_t depth = kDepth);
     ~SoftwareNic();
@@ -65,124 +65,125 @@ class SoftwareNic {
 
     static constexpr uint32_t kDepth = 128;  // of a queue
 
-    // Whether ranks post in its cards' queues by themselves.
+    // Whether ranks post in its cards' queues directly.
     bool is_direct() const { return !cards_.empty() && cards_.front()->is_direct(); }
 
-    // The queues of a symmetric heap, and what was taken of them.
+    // The queues of a symmetric heap, and how far they are carried out.
     class Port {
       public:
         const SendQueues& queues() const { return queues_; }
 
       private:
         friend class SoftwareNic;
-        struct Taken {              // of one queue, by the thread
-            uint64_t begun = 0;     // entries
-            uint64_t offset = 0;    // bytes of the next entry that are on their way
-            uint64_t given_up = 0;  // entries, because the connection was lost
-            uint32_t batch = 0;     // additions
-            uint32_t writes = 0;    // frames since the last of them
+        struct Taken {              // of one queue, used by the thread
+            uint64_t begun = 0;     // entries that were begun
+            uint64_t offset = 0;    // bytes of the next entry that have been sent
+            uint64_t given_up = 0;  // entries that were given up because the connection was lost
+            uint32_t batch = 0;     // additions so far
+            uint32_t writes = 0;    // frames since the last addition
         };
 
-        // By rank; of those on other machines nobody touches it.
+        // By rank; those of other machines are not accessed.
         std::vector<char*> heaps_;
         size_t bytes_;
         int stride_;
         SendQueues queues_;
-        std::vector<Taken> taken_;                                   // of all queues
-        std::vector<std::shared_ptr<const verbs::Region>> regions_;  // that each card knows
-        // Of the queues, unless a GPU posts in them.
+        std::vector<Taken> taken_;                                   // by queue
+        std::vector<std::shared_ptr<const verbs::Region>> regions_;  // by card
+        // Memory of the queues, unless a GPU posts in them.
         std::vector<SendEntry> memory_;
         std::vector<SendQueue::Producer> producers_;
 
-        // With a card that is direct.
-        struct Side {  // the way to a rank of another machine
+        // With a direct card.
+        struct Side {  // the queue pairs to a rank of another machine
             CardLink::Pairs pairs;
             bool is_connected = false;
         };
         std::vector<Side> sides_;       // by rank
-        std::vector<CardQueue> cards_;  // of all queues
+        std::vector<CardQueue> cards_;  // by queue
         GpuOfCards* gpu_ = nullptr;
     };
     // Memory of queues in which a GPU posts. The thread polls them, because a GPU cannot wake it.
     struct QueueMemory {
         char* shared;  // see SendQueues
         SendQueue::Producer* producers;
-        GpuOfCards* cards = nullptr;  // with a card that is direct
+        GpuOfCards* cards = nullptr;  // with a direct card
     };
 
-    // All ranks open the same ports in the same order. heaps: by rank, where the network reads and
-    // writes them; of those on other machines nobody touches it. stride: its queues lead to each
-    // stride-th rank, this one among them: others need none of a card's.
+    // All ranks open the same ports in the same order. heaps: by rank, as the network reads and
+    // writes them; those of other machines are not accessed. stride: the queues lead to every
+    // stride-th rank, this one included; other ranks take no queues of a card.
     std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels,
                                const std::optional<QueueMemory>& of_gpu = std::nullopt,
                                int stride = 1);
-    // Nothing that still arrives for it is written.
+    // Closes a port. What still arrives for it is not written.
     void close(const std::shared_ptr<Port>& port);
 
-    // With a card that is direct, after ports were opened and before anybody posts in them, the
-    // network running or not: takes queue pairs for all ports that have none towards a rank of
-    // another machine, and returns what that rank must be told of them ...
+    // With a direct card, after ports were opened and before anything is posted in them, whether or
+    // not the network runs: makes queue pairs to a rank of another machine for all ports that have
+    // none, and returns what that rank must be told ...
     std::string invite(int rank);
-    // ... and takes what that rank has told. Both throw std::runtime_error with what fails.
+    // ... and takes what that rank has told. Both throw std::runtime_error that says what fails.
     void join(int rank, const std::string& told);
 
     // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
-    // many at both ends and in the same order; none for those whose memory is mapped. Takes them.
-    // All of a channel goes over one of them, for its order. pairs: with a card, one that is
-    // connected beside each socket; with one that is direct, one socket for each rank.
+    // many at both ends and in the same order; none for ranks whose memory is mapped. Takes
+    // ownership. Each channel uses one, which keeps its order. pairs: with a card, a connected one
+    // for each socket; a direct card takes none, and one socket per rank.
     using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
-    // limit: seconds without an answer of its machine after which a rank is lost.
+    // limit: seconds without an answer from its machine after which a rank is lost.
     void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {},
                double limit = 10);
-    // The same over connections of any kind; without a card.
+    // Does the same over connections of any kind, without a card.
     using Links = std::vector<std::unique_ptr<Link>>;
     void start_over(std::vector<Links> links);
-    // The same for tests, without a thread: step() is what it would do again and again.
+    // Does the same for tests, without a thread: the test calls step().
     void start_stepped(std::vector<Links> links);
-    // Returns whether anything moved.
+    // Runs one iteration of the thread. Returns whether anything moved.
     bool step();
-    // Carries out what was posted, for so long at most, and closes the connections. Queues are
-    // empty after it.
+    // Carries out what was posted for at most this long, and closes the connections. The queues are
+    // empty afterwards.
     void stop(std::chrono::duration<double> most);
     bool is_running() const { return has_thread_ && !is_forked(); }
-    // After a queue of the host has rung.
+    // Wakes the thread. Called after a queue of the host has rung.
     void wake();
-    // Until the other machines have what this rank knows of failures, a moment at most: its process
-    // may be about to end.
+    // Waits until the other machines have what this rank knows of failures, a moment at most: its
+    // process may be about to end.
     void tell_now();
-    // Those of other machines whose network has stopped: what they had to say of themselves is in
-    // their mirrors.
+    // Ranks of other machines whose network has stopped. Their mirrors hold their last status.
     std::vector<int> ranks_that_left() const;
-    // Of a rank of another machine: seconds since its process has sent anything, as far as this one
-    // was looking, and since its machine has answered; 0, 0 for the others.
+    // For a rank of another machine: seconds since its process has sent anything, up to this
+    // thread's last step, and since its machine has answered; 0, 0 for the others.
     std::pair<double, double> silence(int rank);
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
-    // the lost one. Those of the normal mode it does, of ranks on the host.
+    // the lost one. It still ends waits of the normal mode of ranks on the host.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:
     using Clock = std::chrono::steady_clock;
-    // To a rank: more queues share them. A card and its driver have room for some thousands.
+    // Queue pairs to a rank; more queues share them. A card and its driver have room for some
+    // thousands.
     static constexpr size_t kMaxPairs = 16;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
-    // With these times the thread takes 0.3 % of a core while nobody sends (`megatron-ep bench
-    // network`). Each by itself is not measured: chosen as short beside what waits for it.
+    // With these intervals the thread takes 0.3 % of a core while nothing is sent (`megatron-ep
+    // bench network`). They were not measured one by one: each is short compared to what waits for
+    // it.
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
-    static constexpr int kMaxAhead = 4;  // statuses that a rank is sent while it sends nothing
-    static constexpr std::chrono::seconds kListen{1};  // between two looks at who is silent
-    static constexpr std::chrono::milliseconds kFarewell{200};  // that goodbyes may take
+    static constexpr int kMaxAhead = 4;  // statuses sent to a rank that sends nothing itself
+    static constexpr std::chrono::seconds kListen{1};  // between two checks for silent ranks
+    static constexpr std::chrono::milliseconds kFarewell{200};  // for goodbyes to arrive
     static constexpr std::chrono::microseconds kSpin{20};
     static constexpr std::chrono::microseconds kMinNap{50}, kMaxNap{1000};
 
     bool is_forked() const { return getpid() != process_; }
     void run();
     bool leave();
-    // Which card has a queue pair: a channel's two have the same.
+    // The card of a queue pair. Both queues of a channel have the same.
     size_t card_of(size_t pair) const { return pair / 2 % cards_.size(); }
     static size_t queues_towards(const Port& port) {
         return 2 * (static_cast<size_t>(port.queues_.channels) + 1);
     }
-    // Of those towards a rank: see SendQueues.
+    // Index in SendQueues of a queue to a rank, from its index among those to this rank.
     size_t number_of(int rank, size_t queue) const {
         return 2 * (queue / 2 * links_.size() + rank) + queue % 2;
     }
@@ -218,20 +219,20 @@ class SoftwareNic {
     Cards cards_;
     std::optional<uint64_t> seed_;
     uint32_t depth_;
-    std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
+    std::vector<Links> links_;  // by rank; the first also carries status
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
-    std::vector<char> nowhere_;                 // what arrives for ports that are closed
+    std::vector<char> nowhere_;                 // for what arrives for closed ports
     std::vector<ControlBlock> arriving_;        // by rank
-    std::vector<HeldAdditions> held_;           // by rank, where its network keeps no order
-    std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
+    std::vector<HeldAdditions> held_;           // by rank; only if the network keeps no order
+    std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that was sent to it
     std::vector<std::atomic<bool>> has_left_;   // by rank
     Clock::time_point last_beat_, last_look_, last_step_;
     std::vector<Clock::time_point> heard_;  // by rank: when it has last sent anything
-    std::vector<int> ahead_;                // by rank: statuses that it was sent since
+    std::vector<int> ahead_;                // by rank: statuses sent to it since
     double limit_ = 10;                     // see start()
     uint64_t last_abort_ = 0;
-    // The rank whose connection broke first, here or at a rank that told so, and why.
+    // The rank whose connection broke first, here or as another rank reported, and why.
     std::optional<int> lost_;
     Reason why_lost_{};
     Clock::time_point news_until_;
@@ -240,7 +241,7 @@ class SoftwareNic {
     std::atomic<bool> has_thread_ = false, stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
     bool said_goodbye_ = false;
-    bool polls_ = false;  // there are queues for which nobody wakes it
+    bool polls_ = false;  // whether there are queues that do not wake the thread
     alignas(64) std::atomic<int> asleep_ = 0;
     int waker_;  // an eventfd
 };

@@ -8,8 +8,8 @@
 #include "fabric/queue/software_nic.h"
 #include "fabric/queue/verbs_link.h"
 
-// What a network knows of memory: its ports are opened, other ranks are told of their cards' queue
-// pairs, and they are closed. What the thread does with them: software_nic.cpp.
+// How SoftwareNic opens and closes ports, and how ranks exchange their cards' queue pairs.
+// software_nic.cpp has the thread that carries the queues out.
 namespace ep {
 
 std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, size_t bytes,
@@ -55,7 +55,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     return port;
 }
 
-// With the other rank's card.
+// Opens a port on a link to a rank, if a card carries it.
 void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
     const auto& port = ports_[number];
     if (cards_.empty() || !port) return;
@@ -66,8 +66,8 @@ void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
 
 namespace {
 
-// What ranks tell each other of a port. Behind it: of each queue pair the keys of the region that
-// its card has, the length of its address, and the address.
+// What ranks tell each other about a port. For each queue pair follow the keys of its card's
+// region, the length of its address, and the address.
 struct Invitation {
     uint32_t port, pairs;
 };
@@ -165,7 +165,8 @@ void SoftwareNic::close(const std::shared_ptr<Port>& port) {
     }
 }
 
-// Once all that was posted has left, or there is no time left to wait for it.
+// Closes a port once all that was posted has left, or now if `at_once`. Returns whether it is
+// closed.
 bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     const std::lock_guard lock(ports_mutex_);
     const auto place = std::find(ports_.begin(), ports_.end(), port);

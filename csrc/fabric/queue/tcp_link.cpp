@@ -25,7 +25,7 @@ TcpLink::TcpLink(int descriptor) : descriptor_(descriptor), buffer_(kBuffer) {
     set(SOL_SOCKET, SO_KEEPALIVE, 1);
     set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
     set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
-    // Who is gone is decided by silence_of. The kernel compares this limit, and without one its
+    // silence_of decides which ranks are gone. The kernel compares this limit, and without one its
     // limit of retries, with the time since the connection's first outage, however long ago.
     set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
 }
@@ -35,7 +35,7 @@ double silence_of(int descriptor, double limit) {
     socklen_t bytes = sizeof info;
     if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return 0;
     const double heard = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
-    // With nothing in flight it was asked whether it lives, or has room again.
+    // With nothing in flight the kernel has probed whether the other side lives, or has room again.
     if (info.tcpi_unacked == 0) return info.tcpi_probes < 3 ? 0 : heard;
     const double patience = 1.25e-6 * info.tcpi_rto;  // a timer may be late
     return patience > limit && heard < patience ? 0 : heard;
@@ -103,7 +103,7 @@ bool TcpLink::send() {
 bool TcpLink::receive(const Target& target, const Done& done) {
     if (!end_.empty()) return false;
     ssize_t got;
-    if (missing_ > 0) {  // into its place, and what comes after it into the buffer
+    if (missing_ > 0) {  // into the frame's place, and what follows it into the buffer
         iovec parts[2] = {{target_, missing_}, {buffer_.data(), buffer_.size()}};
         msghdr message{};
         message.msg_iov = parts;

@@ -13,14 +13,15 @@
 namespace ep {
 
 // Seconds since the other machine has answered on a TCP connection, whether or not its process
-// does; 0 where that is no TCP. After `limit` seconds it counts as gone, unless it was last asked
-// long ago: the kernel asks ever less often where a process takes nothing.
+// does; 0 if it is no TCP connection. More than `limit` means that the machine is gone. A timer
+// that the kernel has set for later does not count: it probes ever less often while a process takes
+// nothing.
 double silence_of(int descriptor, double limit);
 
-// All of it over a TCP connection.
+// A link over one TCP connection.
 class TcpLink : public Link {
   public:
-    // Takes the socket, which is connected, and on which nothing was sent yet.
+    // Takes ownership of the socket, which is connected and on which nothing was sent yet.
     explicit TcpLink(int descriptor);
     ~TcpLink() override;
     TcpLink(const TcpLink&) = delete;
@@ -46,20 +47,20 @@ class TcpLink : public Link {
         std::string copy;
         const char* bytes;
         std::function<void()> sent;
-        size_t gone = 0;  // of header and bytes
+        size_t gone = 0;  // bytes of header and data that have left
     };
 
     bool take_frames(const Target& target, const Done& done);
 
     int descriptor_;
-    std::string
-        broken_;  // why nothing can be sent; what the other side has said may still be there
+    // Why nothing can be sent. What the other side has sent may still be there.
+    std::string broken_;
     std::deque<Outgoing> waiting_;
     size_t waiting_bytes_ = 0;
 
     std::vector<char> buffer_;
-    size_t begin_ = 0, filled_ = 0;  // of the buffer: what was received and not taken
-    std::optional<Frame> current_;   // whose bytes are not all there
+    size_t begin_ = 0, filled_ = 0;  // what was received into the buffer and not taken
+    std::optional<Frame> current_;   // frame whose bytes have not all arrived
     char* target_ = nullptr;
     size_t missing_ = 0;
     std::vector<char> nowhere_;

@@ -30,7 +30,7 @@ bool UnorderedLink::send() {
     return inner_->send() || moved;
 }
 
-// That one has left, and those after it that had to wait for that.
+// Reports a frame as sent, and the later ones that had to wait for it.
 void UnorderedLink::tell(uint64_t number) {
     sent_[number - first_].is_over = true;
     for (; !sent_.empty() && sent_.front().is_over; ++first_) {

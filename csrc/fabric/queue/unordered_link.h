@@ -9,8 +9,8 @@
 
 namespace ep {
 
-// For tests: a network that keeps no order, as Amazon's EFA is (SRD), made of one that does. Writes
-// and additions leave in an order that chance chooses.
+// For tests: makes a network that keeps no order, like Amazon's EFA (SRD), of one that does. Writes
+// and additions leave in a random order.
 class UnorderedLink : public Link {
   public:
     UnorderedLink(std::unique_ptr<Link> inner, uint64_t seed)
@@ -50,7 +50,7 @@ class UnorderedLink : public Link {
     std::mt19937_64 random_;
     std::vector<Waiting> waiting_;
     std::deque<Sent> sent_;  // in the order in which they were added
-    uint64_t first_ = 0;     // number of the first of them
+    uint64_t first_ = 0;     // number of the first one in sent_
 };
 
 }  // namespace ep

@@ -27,7 +27,7 @@ bool VerbsLink::has_room_for(uint8_t region) const {
 
 void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
     const Shared& shared = regions_[frame.region];
-    if (shared.was_closed) {  // nobody is there any more to read it
+    if (shared.was_closed) {  // there is no reader any more
         posted_.push_back({frame.region, 0, std::move(sent), true});
         if (posted_.size() == 1) tell_of_first();
         return;
@@ -57,7 +57,7 @@ bool VerbsLink::send() {
     return moved;
 }
 
-// And of those behind it that the card has not.
+// Reports the first posted frame as sent, and the next ones as long as the card has not got them.
 void VerbsLink::tell_of_first() {
     do {
         const Posted first = std::move(posted_.front());

@@ -10,12 +10,11 @@
 
 namespace ep {
 
-// What goes to one rank over a network card that writes to its memory: writes and additions are
-// posted in a queue pair, and the other frames go over TCP, by which a rank also learns that
-// another has gone.
+// A link over a network card that writes to the other rank's memory: writes and additions are
+// posted in a queue pair. Other frames go over TCP, which also shows that the other rank has gone.
 //
-// Each side tells the other the keys of a region when it opens it, and before that nothing is
-// posted for it. Before a side closes it, the other one confirms that it has posted its last.
+// Each side sends the keys of a region when it opens it, and nothing is posted for the region
+// before. Before a side closes it, the other one confirms that it has posted its last.
 class VerbsLink : public Link {
   public:
     // pair: connected.
@@ -49,13 +48,13 @@ class VerbsLink : public Link {
         std::optional<Keys> theirs;
         bool was_closed = false;  // by the other side
         bool is_to_confirm = false;
-        bool asked = false, was_confirmed = false;  // that this side closes it
+        bool asked = false, was_confirmed = false;  // this side's request to close it
     };
     struct Posted {
         uint8_t region;
         uint32_t bytes;
         std::function<void()> sent;
-        bool is_for_nobody = false;  // the card knows nothing of it
+        bool is_for_nobody = false;  // it was not given to the card
     };
 
     void take(const Frame& frame);
