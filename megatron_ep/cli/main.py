@@ -31,7 +31,7 @@ commands:
   env      report versions, compilers, extension and devices; or in what ranks differ; or what a buffer of many
            nodes would take
   simulate predict dispatch and combine times on clusters that you do not have
-  balance  report how evenly the experts of a recorded run were loaded, and what copies of hot ones would gain
+  balance  report how evenly the experts of a recorded run were loaded
   sequences  report what balancing the attention of documents over ranks would gain and move
 
 megatron-ep COMMAND --help shows the options, megatron-ep --version the version."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ class _Step:
     """A step's passes: layer and micro-batch, and counts [passes, E] that are on their way to the host."""
 
     number: int
-    time: float
     keys: list[tuple[int, int]]
     counts: torch.Tensor
     arrived: torch.cuda.Event | None
@@ -100,7 +98,7 @@ class _Step:
         if self.arrived is not None:
             self.arrived.synchronize()  # a step later it has long been there
         records = np.zeros(len(self.keys), trace_file.record_type(self.counts.shape[1]))
-        records["step"], records["time"] = self.number, self.time
+        records["step"] = self.number
         records["layer"], records["micro_batch"] = np.array(self.keys).T
         records["counts"] = self.counts.numpy()
         return records
@@ -163,7 +161,7 @@ class _Recorder:
         if passes:
             counts, arrived = torch.stack([counts for *_, counts in passes]), None
             if self.file is None:
-                self.file = self._open(torch.cuda.get_device_name(counts.device) if counts.is_cuda else "cpu")
+                self.file = self._open()
             if counts.is_cuda:
                 for *_, own in passes:  # with 1F1B overlap of another stream
                     own.record_stream(torch.cuda.current_stream(counts.device))
@@ -172,7 +170,7 @@ class _Recorder:
                 arrived = torch.cuda.Event()
                 arrived.record()
             keys = [(layer, micro_batch) for layer, micro_batch, _ in passes]
-            self.on_their_way = _Step(self.step, time.time(), keys, counts, arrived)
+            self.on_their_way = _Step(self.step, keys, counts, arrived)
             if arrived is None:
                 self._write()
 
@@ -182,7 +180,7 @@ class _Recorder:
             self.file.write(step.records().tobytes())
             self.file.flush()
 
-    def _open(self, device: str) -> Any:
+    def _open(self) -> Any:
         assert self.of_job is not None, "follow comes first"
         group, expert_ranks, config = self.of_job
         topology = shared_buffers.topology_of(group)
@@ -194,8 +192,6 @@ class _Recorder:
             ranks_per_node=topology.ranks_per_node,
             num_experts=int(config.num_moe_experts or 0),
             topk=config.moe_router_topk,
-            expert_parameters=_expert_parameters(config) * expert_ranks // group.size(),
-            device=device,
         )
         path = trace_file.file_of(self.directory, header.rank)
         if path.exists() and path.stat().st_size:
@@ -232,13 +228,8 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _shape(config: TransformerConfig) -> tuple[int | None, int, int]:
-    return config.num_moe_experts, config.moe_router_topk, _expert_parameters(config)
-
-
-def _expert_parameters(config: TransformerConfig) -> int:
-    hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
-    return hidden * int(config.moe_ffn_hidden_size or 0) * (3 if config.gated_linear_unit else 2)
+def _shape(config: TransformerConfig) -> tuple[int | None, int]:
+    return config.num_moe_experts, config.moe_router_topk
 
 
 def _iteration(step: int) -> int:

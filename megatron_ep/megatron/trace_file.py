@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 SUFFIX = ".routing"
-FORMAT = "megatron_ep routing 1"
+FORMAT = "megatron_ep routing 2"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Header:
     """What a rank's file begins with.
 
     rank: in the job. group: ranks of the job that exchange tokens, those with the same experts side by side.
-    expert_ranks: EP; an expert is on len(group) / EP of them. ranks_per_node: of the group. expert_parameters: of one
-    expert, on one of these. device: "cpu", or the GPU's name.
+    expert_ranks: EP; an expert is on len(group) / EP of them. ranks_per_node: of the group.
     """
 
     rank: int
@@ -33,21 +32,18 @@ class Header:
     ranks_per_node: int
     num_experts: int
     topk: int
-    expert_parameters: int
-    device: str
 
     def line(self) -> bytes:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode() + b"\n"
 
 
 def record_type(num_experts: int) -> np.dtype[Any]:
-    """One pass of a micro-batch through a layer: 20 + 4 E bytes. time: of the host, in seconds, at the step's end."""
+    """One pass of a micro-batch through a layer: 12 + 4 E bytes."""
     return np.dtype(
         [
             ("step", "<i4"),
             ("layer", "<i4"),
             ("micro_batch", "<i4"),
-            ("time", "<f8"),
             ("counts", "<u4", (num_experts,)),
         ]
     )
@@ -82,7 +78,7 @@ def read_header(file: Path) -> tuple[Header, int]:
 
 def _check(header: Header) -> None:
     numbers = dataclasses.astuple(header)
-    if not all(type(number) is int and number >= 0 for number in (*numbers[:1], *numbers[2:7], *header.group)):
+    if not all(type(number) is int and number >= 0 for number in (*numbers[:1], *numbers[2:], *header.group)):
         raise ValueError
     if header.rank not in header.group or len(set(header.group)) != len(header.group):
         raise ValueError

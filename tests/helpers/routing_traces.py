@@ -14,12 +14,10 @@ HEADER = trace_file.Header(
     ranks_per_node=1,
     num_experts=1,
     topk=1,
-    expert_parameters=1000,
-    device="cpu",
 )
 
 
-def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, seconds=0.5, first_step=1, **fields):
+def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, first_step=1, **fields):
     """Files of all ranks of a group.
 
     counts: [steps, layers, micro-batches, W, E], what each rank's tokens choose.
@@ -42,7 +40,6 @@ def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, secon
         keys = [(s, n, m) for s in range(steps) for n in range(len(layers)) for m in range(micro_batches)]
         for record, (step, number, micro_batch) in zip(records, keys, strict=True):
             record["step"], record["layer"], record["micro_batch"] = step + first_step, layers[number], micro_batch
-            record["time"] = seconds * step
             record["counts"] = counts[step, number, micro_batch, place]
         trace_file.file_of(directory, rank).write_bytes(header.line() + records.tobytes())
     return directory

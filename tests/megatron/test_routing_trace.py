@@ -115,9 +115,8 @@ def test_training_passes_are_recorded_once(four_ranks, tmp_path, tensor_parallel
     """Neither those that recompute nor those of evaluation."""
     results = four_ranks.run(_record, tmp_path, tensor_parallel_size, fused)
     found = trace.read(tmp_path)
-    assert (found.num_experts, found.topk, found.recorded_steps, found.device) == (EXPERTS, 2, 3, "cpu")
+    assert (found.num_experts, found.topk, found.recorded_steps) == (EXPERTS, 2, 3)
     assert found.expert_ranks == 4 // tensor_parallel_size
-    assert found.expert_parameters == 3 * 32 * 48 // tensor_parallel_size
     [group] = found.groups
     keys = list(zip(group.steps, group.layers, group.micro_batches, strict=True))
     for rank, expected in results:
@@ -169,7 +168,7 @@ def _refuse(directory):
                 said.append(str(error))
         config.cuda_graph_impl = "none"
         _layers(config, None)
-        other = make_config(params_dtype=torch.float32, moe_router_dtype="fp32", moe_ffn_hidden_size=16)
+        other = make_config(params_dtype=torch.float32, moe_router_dtype="fp32", moe_router_topk=3)
         try:
             _layers(other, None)
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""How evenly a run's tokens fall on experts and ranks, and what copies of hot experts would gain. Needs no GPU."""
+"""How evenly a run's tokens fall on experts and ranks. Needs no GPU."""

@@ -36,9 +36,7 @@ class Group:
 class Trace:
     """What all ranks have recorded, or a part of its steps.
 
-    recorded_steps: in the files. scaled: each rank's tokens stand for those of so many ranks (1: for its own).
-    ranks_per_node: of ranks that have different experts. This, expert_parameters, device and step_ms are None where the
-    files do not say.
+    recorded_steps: in the files. ranks_per_node: of ranks that have different experts; None where the files do not say.
     """
 
     num_experts: int
@@ -46,11 +44,7 @@ class Trace:
     groups: tuple[Group, ...]
     recorded_steps: int
     topk: int
-    scaled: int = 1
     ranks_per_node: int | None = None
-    expert_parameters: int | None = None
-    device: str | None = None
-    step_ms: float | None = None
 
 
 def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
@@ -88,9 +82,6 @@ def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
         recorded_steps=len(steps),
         topk=first.topk,
         ranks_per_node=max(1, first.ranks_per_node * first.expert_ranks // len(first.group)),
-        expert_parameters=first.expert_parameters,
-        device=first.device,
-        step_ms=files[0].step_ms(),
     )
 
 
@@ -133,13 +124,6 @@ class _File:
         taken = np.isin(self.keys[:, 0], steps)
         return self.keys[taken], self.records["counts"][self.order[taken]]
 
-    def step_ms(self) -> float | None:
-        """The median from one step's end to the next one's."""
-        steps, where = np.unique(self.keys[:, 0], return_index=True)
-        times = self.records["time"][self.order[where]]
-        between = np.diff(times)[np.diff(steps) == 1]
-        return float(np.median(between)) * 1e3 if len(between) else None
-
 
 def _group(files: Sequence[_File], steps: np.ndarray) -> Group:
     keys, counts = files[0].of(steps)
@@ -168,59 +152,4 @@ def _since(group: Group, step: int) -> Group:
     taken = group.steps >= step
     return Group(
         group.sources, group.steps[taken], group.layers[taken], group.micro_batches[taken], group.counts[taken]
-    )
-
-
-def regrouped(trace: Trace, expert_ranks: int) -> Trace:
-    """Returns the same tokens on another number of ranks. For fewer, ranks side by side make groups; for more, groups
-    are joined as far as there are some, and each rank's tokens then stand for those of several.
-
-    Raises:
-        ValueError: the experts do not divide among them, or they are no multiple or part of those recorded.
-    """
-    if trace.num_experts % expert_ranks:
-        raise ValueError(f"--ep is {expert_ranks}, must divide the {trace.num_experts} experts")
-    if expert_ranks == trace.expert_ranks:
-        return trace
-    if expert_ranks < trace.expert_ranks:
-        if trace.expert_ranks % expert_ranks:
-            raise ValueError(f"--ep is {expert_ranks}, must divide the {trace.expert_ranks} ranks of the trace")
-        parts = trace.expert_ranks // expert_ranks
-        groups = [part for group in trace.groups for part in _parts(group, parts)]
-        return dataclasses.replace(trace, expert_ranks=expert_ranks, groups=tuple(groups))
-    times, rest = divmod(expert_ranks, trace.expert_ranks)
-    if rest:
-        raise ValueError(f"--ep is {expert_ranks}, must be a multiple of the {trace.expert_ranks} ranks of the trace")
-    joined = max(n for n in range(1, times + 1) if times % n == 0 and _can_join(trace.groups, n))
-    groups = [_joined(trace.groups[i : i + joined]) for i in range(0, len(trace.groups), joined)]
-    return dataclasses.replace(
-        trace, expert_ranks=expert_ranks, groups=tuple(groups), scaled=trace.scaled * times // joined
-    )
-
-
-def _parts(group: Group, parts: int) -> list[Group]:
-    size = len(group.sources) // parts
-    return [
-        dataclasses.replace(
-            group, sources=group.sources[i : i + size], counts=np.ascontiguousarray(group.counts[:, i : i + size])
-        )
-        for i in range(0, len(group.sources), size)
-    ]
-
-
-def _keys(group: Group) -> np.ndarray:
-    return np.stack([group.steps, group.layers, group.micro_batches])
-
-
-def _can_join(groups: Sequence[Group], count: int) -> bool:
-    """Whether so many groups in a row have always passed the same layers."""
-    return len(groups) % count == 0 and all(
-        np.array_equal(_keys(groups[i]), _keys(groups[i - i % count])) for i in range(len(groups))
-    )
-
-
-def _joined(groups: Sequence[Group]) -> Group:
-    sources = tuple(source for group in groups for source in group.sources)
-    return dataclasses.replace(
-        groups[0], sources=sources, counts=np.concatenate([group.counts for group in groups], axis=1)
     )
