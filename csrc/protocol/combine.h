@@ -100,8 +100,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     }
 }
 
-// What a node's next sum lacked at the last check: a row of a local rank (its index), or one of
-// these.
+// What a node's next sum lacked at the last check: the row of a local rank (its index), or:
 constexpr int kLacksCredit = -1, kLacksNothing = -2;
 
 // The sums for one node, made by the warp that serves it.

@@ -69,8 +69,7 @@ EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uin
     }
 }
 
-// Puts finished rows to their node, unless they were written there, and signals the tail after
-// them.
+// Puts finished rows to their node, unless they were written there, then signals the tail.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
                               const RailCounts& counts, int channel, int first_node) {

@@ -79,8 +79,7 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
 }
 
 // Output rows of one arrived row: lane k has that of the k-th expert. written: lanes whose rows are
-// copied now. cleared: lanes whose rows are zeroed, because `dst_rows` has no room for the arrived
-// row.
+// copied now. cleared: lanes whose rows are zeroed: `dst_rows` has no room for the arrived row.
 template <WarpLike W>
 struct OutputRows {
     typename W::template PerLane<void*> row, scales;
@@ -114,8 +113,7 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
 }
 
 // Computes the output rows of an arrived row, stores them in `dst_rows` for combine, and writes the
-// row's weights. first_only: the intra-rank pass copies the row from its first output row to the
-// others.
+// row's weights. first_only: the intra-rank pass writes all output rows but the first.
 template <WarpLike W>
 EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& header,
                             int source_rank, int64_t received, bool first_only,
@@ -208,8 +206,7 @@ EP_FN int parts_of_own_rows(const DispatchArgs& args, int warps) {
     return parts > 1 ? parts : 1;
 }
 
-// Writes one part of a channel's own rows. It counts those of the earlier parts to know where its
-// first row goes.
+// Writes one part of a channel's own rows, after it has counted those of the earlier parts.
 template <WarpLike W>
 EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int part, int parts) {
     const int first = args.layout.first_token(args.rank, channel),

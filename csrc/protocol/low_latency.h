@@ -193,16 +193,14 @@ EP_FN bool wait_released(W& warp, const LowLatencyCall<F, Args>& call) {
     return true;
 }
 
-// Whether all other warps have finished too. Called by every warp at the end of its share of a
-// half.
+// Called by every warp at the end of its share of a half: whether all others have finished.
 template <WarpLike W>
 EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
     const uint64_t done = warp.template arrive<Scope::Rank>(joins) + 1;
     return quotient(done, team.warps) * team.warps == done;
 }
 
-// With masking: tells mapped ranks that all stores of this call have arrived. Called by the last
-// warp.
+// With masking: tells mapped ranks that this call's stores have arrived. Called by the last warp.
 template <WarpLike W, class F, class Args>
 EP_FN void publish_all_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     const size_t flag = call.heap().all_sent_flag(Args::kKind, call.args.rank);
@@ -238,8 +236,7 @@ EP_FN void credit_ranks(W& warp, const LowLatencyCall<F, Args>& call, size_t fla
         credit_some(warp, call, first, flag, from, to, names);
 }
 
-// With masking: masks the ranks that did not take part in this half in all later ones. Called by
-// the last warp.
+// With masking: masks ranks that did not take part in this half. Called by the last warp.
 template <WarpLike W, class F, class Args>
 EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     for (int first = 0; first < call.world(); first += 32) {
@@ -427,8 +424,7 @@ EP_FN void publish_tags(W& warp, const LowLatencyCall<F, Args>& call, const Piec
     }
 }
 
-// Waits until the slots of the lanes in the mask hold a piece of this call's rows, from
-// rank_of(lane).
+// Waits for a piece of this call's rows, from rank_of(lane), in the slots of the lanes in the mask.
 template <WarpLike W, class F, class Args, class RankOf>
 EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
                      const typename W::template PerLane<char*>& slot, int piece, RankOf&& rank_of) {
@@ -455,8 +451,7 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
 // Calls f(rank, token, share) for every warps-th share of the rows whose bits are set, from the
 // warp's index on, until it returns false: warps get equal shares, whatever the choices.
 // read_bits(lanes, rank, token, bits) reads for each lane the bits of 32 tokens of a rank from
-// `token` on; false: it ended badly. Shares: how rows are cut. Ranks are visited from first_rank
-// on.
+// `token` on; false: it ended badly. Shares: how rows are cut. Begins with first_rank.
 template <class Shares, WarpLike W, class ReadBits, class F>
 EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
                           ReadBits&& read_bits, F&& f) {

@@ -243,8 +243,7 @@ EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& t
     return true;
 }
 
-// kLines: whether sums travel as lines, as the arguments say. in_one_launch: whether one launch
-// runs both halves.
+// kLines: whether sums travel as lines, as the arguments say. in_one_launch: with the other half.
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,

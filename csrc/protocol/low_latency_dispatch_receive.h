@@ -6,8 +6,8 @@
 namespace ep {
 
 // The receiving half of a low-latency dispatch: the choices of all ranks give every row its place,
-// in the order of (expert, source rank, token). A piece of a row is read from its slot as soon as
-// its tag arrives.
+// in the order of (expert, source rank, token). A piece of a row is read as soon as its tag
+// arrives.
 
 template <class W, class F>
 EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
@@ -78,8 +78,7 @@ struct Choices {
         return reinterpret_cast<const int32_t*>(of(rank, call.heap().chosen_experts())) +
                before * call.args.format.topk;
     }
-    // Line 0: number of rows for an expert; line 1 + chunk: bits of the chunk's tokens that chose
-    // it.
+    // Line 0: rows for an expert; line 1 + chunk: bits of the chunk's tokens that chose it.
     EP_FN uint32_t word(int rank, int expert, int line) const {
         const int part = 1 + expert / 32;
         return of(rank, call.heap().choice_part(
@@ -94,8 +93,7 @@ EP_FN uint64_t larger_count(uint64_t most, uint32_t rows, int rank) {
 }
 
 // Counts in each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes
-// share the ranks if there are fewer experts than lanes. most: larger_count of what a lane has
-// read.
+// share the ranks if there are fewer experts than lanes. most: larger_count of a lane's loads.
 template <WarpLike W, class F>
 EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lanes,
                          typename W::template PerLane<int>& rows,
@@ -156,8 +154,7 @@ struct RowsBefore {
 };
 
 // Counts in each lane the rows before that of its expert, if that is not negative. If all ranks are
-// mapped they are few, and each lane counts alone; else all lanes count for one lane after the
-// other.
+// mapped they are few, and each lane counts alone; else all lanes count for each one in turn.
 template <WarpLike W, class F>
 EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
                              const typename W::template PerLane<int>& expert,

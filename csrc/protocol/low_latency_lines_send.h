@@ -189,8 +189,7 @@ EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
     return true;
 }
 
-// Sends a warp's share. Rows are dealt from the last warp down, because in small batches the first
-// warps receive.
+// Sends a warp's share. Rows are dealt from the last warp down: in small batches the first receive.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     // A warp that quantizes rows has fewer registers left for choices.

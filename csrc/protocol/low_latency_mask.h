@@ -17,8 +17,8 @@ namespace ep {
 // mask the other (see is_first_to_mask).
 //
 // Two ranks that have not masked each other exchange what they would without masking. A masked rank
-// is neither read from nor written to, and what may still arrive from it goes to memory that no
-// other rank writes.
+// is neither read from nor written to, and what still arrives from it goes to memory that no other
+// rank writes.
 
 // Whether this rank has masked `rank` before this half, or has been masked by it.
 template <class W, class F, class Args>
@@ -60,8 +60,7 @@ EP_FN MaskReason told_masked(const LowLatencyCall<F, Args>& call, int rank) {
         acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank)));
 }
 
-// The word in which one of two ranks claims to be the first to mask the other. Only if `rank` is
-// mapped.
+// The word in which one of two mapped ranks claims to be the first to mask the other.
 template <class F, class Args>
 EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
     const int own = call.args.rank;
@@ -80,8 +79,7 @@ EP_FN bool is_first_to_mask(const LowLatencyCall<F, Args>& call, int rank) {
     return W::template acquire<Scope::System>(claim_on(call, rank)) == claim;
 }
 
-// Withdraws the claim of a rank that ends itself, and so must not make others end. Called by one
-// lane.
+// Called by one lane: withdraws the claim of a rank that ends, and so must not make others end.
 template <class W, class F, class Args>
 EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
     if (!call.fabric.maps(rank)) return;

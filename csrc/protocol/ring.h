@@ -44,8 +44,8 @@ EP_FN uint64_t row_tag(const TransferArgs& args) {
     return tag | 1;  // never 0, which is the tag of an unwritten slot
 }
 
-// The rings of one channel, as the roles of one rank see them. `peer` is the local rank at the
-// other end.
+// The rings of one channel, as one rank's roles see them. `peer` is the local rank at the other
+// end.
 template <class F>
 struct Rings {
     F& fabric;
@@ -96,8 +96,7 @@ struct Rings {
                slot(position, nvl_slots);
     }
 
-    // Network rings. `next` is shared between the role that fills (drains) slots and its
-    // coordinator.
+    // Network rings. `next` is shared by the role that fills (drains) slots and its coordinator.
     EP_FN OutCursor& rdma_out(int node) const {
         return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node));
     }
@@ -220,8 +219,7 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// These conditions read this rank's cursor before the acquire, because loads after an acquire wait
-// for it.
+// These conditions read this rank's cursor before the acquire: loads after an acquire wait for it.
 template <WarpLike W, class F>
 EP_FN WaitCondition nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;
