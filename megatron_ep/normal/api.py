@@ -42,12 +42,12 @@ class Received:
         waited for the counts on a GPU, tensors with R rows may have memory for R / 7 + 74 more rows.
     scales: [R, ceil(H / 128)], only for float8.
     probs: [R], the weight of each row, 0 for padding and for rows after the last expert's; None if no weights were
-        given. Flat: [R, K], 0 where topk_idx is -1.
+        passed. Flat: [R, K], 0 where topk_idx is -1.
     tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. Flat: rounded up to
         expert_alignment, although there is no padding; a row counts for each of its experts. On the CPU, except with
         max_recv_tokens on a GPU, where the host does not wait for it.
     overflow: int32 [1], not 0 if rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
-    handle: for combine, or to dispatch again with the same layout.
+    handle: argument of combine, or of another dispatch with the same layout.
     topk_idx: flat: int32 [R, K], the local experts of each row, in [0, L), or -1, also in all rows after the last one.
         Belongs to the handle: do not write to it. None if rows are grouped.
     """
@@ -87,7 +87,7 @@ class _ReceivedLater(Received):
         return self._of_handle(launches.overflow_of(self.handle))
 
 
-_ReceivedLater.__name__ = _ReceivedLater.__qualname__ = "Received"  # to users
+_ReceivedLater.__name__ = _ReceivedLater.__qualname__ = "Received"  # the name that users see
 
 
 def dispatch(
@@ -128,13 +128,13 @@ def dispatch(
         topk_idx are found later, by the next call or `synchronize`. With several nodes and different T, R must also be
         at least the number of tokens that any rank sends to another node, and the ranks of that node must have room for
         them.
-    forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
-        arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of unrounded rows, and travels in x's
-        dtype. None: rows travel unchanged.
+    forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 are sent as results of `float8.quantize`
+        and received as those of `float8.dequantize`, in x's dtype. Their gradient is that of unrounded rows, sent in
+        x's dtype. None: rows are sent unchanged.
     layout: "grouped": one row for each of a token's experts on this rank, grouped by expert. "flat": one row per token,
         with the local experts that it chose in `Received.topk_idx`; combine then also takes one row per token, summed
         by the caller over the experts of this rank. Writes fewer bytes; for experts that permute rows themselves. Not
-        with expert_capacity, nor inside `torch.compile`. A handle keeps its own layout.
+        with expert_capacity, nor inside `torch.compile`. With a handle, rows have the layout of its dispatch.
 
     Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
@@ -167,7 +167,7 @@ def dispatch(
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
             topk = ids[0].shape[1] if handle is None else handle.topk
-            launches.format_of(group, topk, xs[0], None, weights)  # of the combine in the backward pass
+            launches.format_of(group, topk, xs[0], None, weights)  # checks the rows of the backward pass
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
@@ -175,7 +175,7 @@ def dispatch(
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
-    # Outside of the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
+    # This is outside the `with`, because torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     if values:
         tensors = (*xs, *values, *(weights or ()))
@@ -216,18 +216,18 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     x: [R, H]; bfloat16, float32, float16 or float64 (a GPU sums the last two only if MEGATRON_EP_DTYPES named them at
         build time); rows in the order of the dispatch of `handle`. Rows of padding are ignored. Gets a gradient. With
         flat rows each row is this rank's result for one token. Copied if it is not contiguous.
-    handle: of the dispatch.
-    weights: [R]; float32, or float64 if x is float64, which bfloat16 and float16 become: factor of each row of x, on
-        all ranks or on none. Weights of padding are ignored. Gets a gradient. Saves the pass over x that
-        `x * weights.unsqueeze(1)` takes, and its rounding to x's dtype. Keeps x for the backward pass.
+    handle: handle of the dispatch.
+    weights: [R], float32, or float64 if x is float64 (bfloat16 and float16 are converted): factor of each row of x, on
+        all ranks or on none. Weights of padding are ignored. Gets a gradient. Saves the pass over x of
+        `x * weights.unsqueeze(1)`, and its rounding to x's dtype. Keeps x for the backward pass.
 
     Returns [T, H] in x's dtype: y[token] is the sum of weights[row] * x[row] over the rows of the token, or of x[row]
     without weights; zeros for a token without experts. Products and sums run in float32 (float64 for float64), each
     product rounded before it is added, in a fixed order: over the experts of a rank, then the ranks of a node, then the
     nodes; between these the sums travel in x's dtype.
 
-    With g the gradient of y, brought to the rows by a dispatch: x gets weights[row] * g[row], rounded to its dtype, and
-    weights the sum over H of g[row] * x[row], in its own dtype; padding gets zeros.
+    With g the gradient of y, dispatched to the rows: the gradient of x is weights[row] * g[row], rounded to its dtype,
+    that of weights the sum over H of g[row] * x[row], in their dtype, and that of padding zeros.
 
     Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError if another rank does not take part.
@@ -328,14 +328,14 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
 
 
 def _check_traced(handle: Handle, is_traced: bool) -> None:
-    if is_traced and handle.is_flat:  # the operators' handles say nothing of it
+    if is_traced and handle.is_flat:  # operators have no handle of flat rows
         raise ValueError("handle is of flat rows, must be of grouped ones inside torch.compile")
 
 
 def as_taken(value: Any, dtype: torch.dtype | None = None) -> Any:
     """Returns a tensor, or each of a list, contiguous, and bfloat16 and float16 in dtype; a gradient passes through.
 
-    Anything else stays as it is, for a check to refuse.
+    Other values are returned unchanged, and a later check raises for them.
     """
     if isinstance(value, (list, tuple)):
         return [as_taken(item, dtype) for item in value]
@@ -472,7 +472,7 @@ def check_weights(
     allowed: Sequence[torch.dtype],
     meaning: str = "",
 ) -> None:
-    """meaning: what such weights are, where there are others that a caller may take for them."""
+    """Raises ValueError for weights of a wrong dtype or shape. meaning: explains the weights in the message."""
     if weights is None:
         return
     check_dtype(name, weights[0], allowed, meaning)

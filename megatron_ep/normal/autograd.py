@@ -1,6 +1,6 @@
-"""Dispatch and combine as functions of torch.autograd, on checked arguments: see `megatron_ep.normal.api`.
+"""Autograd functions of dispatch and combine, on checked arguments: see `megatron_ep.normal.api`.
 
-Tensors come one after the other: the rows of each rank of this process, then the weights, if any, of each.
+Tensors are the rows of each rank of this process, followed by the weights of each, if any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ep.normal.handle import Handle
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and not a view that negates what lies there: kernels read it."""
+    """Returns a contiguous tensor without torch's negative bit, because kernels read its memory."""
     return tensor.resolve_neg().contiguous()
 
 
@@ -27,8 +27,8 @@ def empty_rows(grad: torch.Tensor) -> torch.Tensor:
 
 
 def row_marks(grad: torch.Tensor, topk: int) -> torch.Tensor:
-    """Ones that travel beside the gradients of tokens. They tell the rows of tokens from padding, where what combine
-    was given may hold anything. They arrive as NaN, not 0, if the call failed."""
+    """Returns ones that are sent with the gradients of tokens, to distinguish rows of tokens from padding, in which
+    the rows passed to combine are undefined. They arrive as NaN, not 0, if the call failed."""
     return grad.new_ones(grad.shape[0], topk, dtype=torch.float32)
 
 
@@ -43,12 +43,12 @@ def need_gradient(*lists: Sequence[torch.Tensor] | None) -> bool:
 
 
 def differentiable_dispatch(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`DispatchFunction` if a gradient is needed, else the plain call, which is faster in torch."""
+    """Applies `DispatchFunction` if a gradient is needed; otherwise calls directly, which is faster in torch."""
     return (DispatchFunction.apply if need_gradient(tensors) else _dispatch)(handle, num_ranks, None, *tensors)
 
 
 def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Likewise with `CombineFunction`."""
+    """Applies `CombineFunction` if a gradient is needed; otherwise calls directly."""
     return (CombineFunction.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
 
 
@@ -95,7 +95,7 @@ class DispatchFunction(Function):
 
 
 class Float8DispatchFunction(Function):
-    """Rows travel as fp8; their gradients do not (straight-through)."""
+    """Dispatches rows as fp8. Their gradients are not converted (straight-through)."""
 
     @staticmethod
     def forward(

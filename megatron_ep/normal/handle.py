@@ -1,4 +1,4 @@
-"""What a dispatch learned, kept for its combine, their backward passes and cached dispatches."""
+"""The layout of a dispatch, for its combine, their backward passes and cached dispatches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CountsToAskFor:
 
 
 def shapes_of(owner: object, *names: str) -> str:
-    """The repr of what has tensors, or lists of them, under these names: no numbers, for which the host would wait."""
+    """Returns a repr with the shapes and dtypes of these attributes; the host would have to wait for their values."""
     said = []
     for name in names:
         if (value := getattr(owner, name)) is not None:
@@ -46,7 +46,7 @@ class Handle(OfOneProcess):
     """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
 
     topk: K of the dispatch that made it.
-    ranks: empty until that dispatch has asked for the counts.
+    ranks: one entry per rank of this process; empty until the dispatch has exchanged counts.
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 
@@ -66,10 +66,10 @@ class Handle(OfOneProcess):
 
     @property
     def looks(self) -> tuple[object, ...]:
-        """Handles with the same ones fit the same tensors."""
+        """The cache key of arguments: handles with equal keys fit the same tensors."""
         return (self.topk, self.is_flat, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
 
     @property
     def age(self) -> int:
-        """Resets of the buffer since the handle was made: they count dispatches anew, by which ranks know a layout."""
+        """The number of buffer resets since the handle was made. A reset restarts the numbers that identify layouts."""
         return self.group.resets - self.made_after_resets

@@ -1,7 +1,7 @@
-"""A fixed number of rows for what a rank receives: the host asks nobody how many there are, and an overflow is found
-on the device, without a wait, and raised by the check before results are kept.
+"""Overflow of a fixed number of received rows: no counts are exchanged with the host, so an overflow is detected on the
+device and raised by the check before results are kept (`megatron_ep.raise_if_failed`).
 
-R rows in all, L local experts.
+R rows, L local experts.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ _numbers = itertools.count()
 
 
 class RowLimit:
-    """A fixed number of rows, of a layer or a buffer, and whether it has been too few.
+    """The fixed number of rows of a layer or a buffer, and whether it overflowed.
 
     Args:
-        reason: what is said of an overflow.
-        poisons: whether the rows' probabilities are NaN after an overflow, so that the loss is, and no step is taken by
-            a trainer that only looks at that. Otherwise tokens lose experts, and somebody must ask.
+        reason: message of an overflow.
+        poisons: whether probabilities of rows are NaN after an overflow, so that the loss is NaN, and a trainer that
+            only checks the loss takes no step. Otherwise tokens lose experts, and the caller has to check.
     """
 
     def __init__(self, reason: str, poisons: bool = True) -> None:
         self.reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
-        self.group: RankGroup | None = None  # of the last run
-        self.over_budget: torch.Tensor | None = None  # bool [1], once there was a dispatch
-        self.required: torch.Tensor | None = None  # int64 [1], the most rows that one had, unless it poisons
+        self.group: RankGroup | None = None  # group of the last dispatch
+        self.over_budget: torch.Tensor | None = None  # bool [1], None before the first dispatch
+        self.required: torch.Tensor | None = None  # int64 [1], most rows of a dispatch, unless overflows poison
         _limits[next(_numbers)] = self
 
     def note(self, group: RankGroup, overflow: torch.Tensor) -> torch.Tensor:
         """Notes the overflow [1] of a dispatch, not 0 if rows are missing. Returns bool [1], whether rows are missing.
 
         Raises:
-            RuntimeError: a CUDA graph captures the first one.
+            RuntimeError: a CUDA graph captures the first dispatch.
         """
         over = overflow != 0
         if self.over_budget is None:
             if over.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("dispatch once before a CUDA graph captures it: what counts overflows is new")
-            with torch.inference_mode(False):  # it is reset outside, too
+            with torch.inference_mode(False):  # `reset` also writes to it outside of inference mode
                 self.over_budget = torch.zeros_like(over)
         self.group = group
         self.over_budget.logical_or_(over)
         return over
 
     def admit(self, received: Received) -> torch.Tensor:
-        """Notes whether rows are missing, and raises, as `note` does; the probs [R]."""
+        """Notes whether rows are missing, and raises, as `note` does. Returns the probs [R]."""
         over = self.note(received.handle.group, received.overflow)
         if not self._poisons:
             rows = received.tokens_per_expert.sum(0, keepdim=True)
@@ -75,7 +75,7 @@ class RowLimit:
                 noted.zero_()
 
     def report_unseen(self) -> None:
-        """Into the log, if there is an overflow that nobody has asked for."""
+        """Logs an overflow that no call has raised."""
         if self.over_budget is not None and self in _running() and bool(self.over_budget):
             _log(self)
 
@@ -85,13 +85,13 @@ def _log(limit: RowLimit) -> None:
 
 
 def _running() -> dict[RowLimit, RankGroup]:
-    """The limits that rows may have gone beyond, with their buffers."""
+    """Returns the limits with dispatches on open buffers, and these buffers."""
     return {limit: limit.group for limit in _limits.values() if limit.group is not None and limit.group.is_open}
 
 
 def _overflowed() -> dict[RowLimit, RankGroup]:
     """Returns the limits with an overflow since their reset, as far as the current streams have run. The host waits
-    once per device, however many layers there are."""
+    once per device, regardless of the number of layers."""
     of_device: dict[torch.device, list[tuple[RowLimit, RankGroup, torch.Tensor]]] = {}
     for limit, group in _running().items():
         assert limit.over_budget is not None, "it has run"
@@ -104,21 +104,21 @@ def _overflowed() -> dict[RowLimit, RankGroup]:
 
 
 class _AllLimits:
-    """What `megatron_ep.raise_if_failed` and the end of the process ask, for the limits of all layers at once."""
+    """The limits of all layers, registered for `megatron_ep.raise_if_failed` and the exit of the process."""
 
-    has_unseen_failure = False  # the GPU alone knows
+    has_unseen_failure = False  # the host does not know overflows without waiting for the GPU
 
     @property
     def is_open(self) -> bool:
         return bool(_running())
 
     def raise_if_known_to_have_failed(self) -> None:
-        """The GPU alone knows."""
+        """Does nothing: see `has_unseen_failure`."""
 
     def raise_if_failed(self) -> None:
-        """Raises EPOverflowError, once for an overflow; the other ranks then get EPAbortError."""
+        """Raises EPOverflowError once for an overflow; other ranks then get EPAbortError."""
         for group in set(_running().values()):
-            group.synchronize()  # whatever stream a dispatch was on
+            group.synchronize()  # dispatches may have run on other streams
         over = _overflowed()
         if over:
             reason = "; ".join(dict.fromkeys(limit.reason for limit in over))
@@ -129,10 +129,10 @@ class _AllLimits:
             raise EPOverflowError(reason)
 
     def abort(self, reason: str) -> None:
-        """Nothing waits here: the buffers are told by themselves."""
+        """Does nothing: the buffers are aborted themselves."""
 
     def leave_to_parent(self) -> None:
-        """Limits of buffers that are closed count for nothing."""
+        """Does nothing: limits of closed buffers are ignored."""
 
     def report_unseen(self) -> None:
         for limit in _overflowed():
@@ -145,14 +145,14 @@ failures.watch(_all_limits)
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """An error inside is an EPOverflowError if the rows of a layer were too few: it is NaN that somebody has found."""
+    """Raises EPOverflowError for an error inside if the rows of a layer were too few, because NaN then caused it."""
     try:
         yield
     except EPError:
         raise
     except Exception as error:
         over = None
-        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
+        with contextlib.suppress(RuntimeError):  # if the GPU no longer works, the error itself says more
             over = next(iter(_overflowed()), None)
         if over is None:
             raise
@@ -160,12 +160,12 @@ def explained() -> Iterator[None]:
 
 
 def clear_behind(rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Makes zeros of the rows [R, H] behind the last expert's, where a dispatch without gradients leaves anything."""
+    """Zeros the rows [R, H] after the last expert's, which are undefined after a dispatch without gradients."""
     place = torch.arange(rows.shape[0], device=rows.device)
     rows.masked_fill_((place >= counts.sum()).unsqueeze(1), 0)
 
 
 def counts_within(counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows of each expert, int64 [L], that lie within the first R: dispatch counts those that did not fit, too."""
+    """Returns the rows of each expert, int64 [L], among the first R: dispatch also counts rows that did not fit."""
     ends = counts.cumsum(0).clamp_(max=rows)
     return ends.diff(prepend=ends.new_zeros(1))
