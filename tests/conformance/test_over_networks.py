@@ -5,106 +5,59 @@ import errno
 import time
 from unittest import mock
 
-import cards
-import cpp
 import pytest
 import torch
 import torch.distributed as dist
 from cards import cards_with
-from forced_machines import machines_of
 from over_networks import W, run_layers, run_low_latency
 from waits import within
 
 import megatron_ep as ep
 from megatron_ep.buffer import monitor, rank_group
-from megatron_ep.tools.local_ranks import LocalRanks
 
 FABRICS = ("tcp", "verbs", "ibgda")
 X, IDS = torch.ones(8, 16), torch.arange(16).view(8, 2)
 
 
-@pytest.fixture(scope="module")
-def over():
-    """Runs a function on ranks that have the cards' libraries which a fabric needs."""
-    with LocalRanks(W, 120) as ranks:
-
-        def run(fabric, function, *arguments):
-            if fabric != "tcp":
-                ranks.run(cards.use_library, str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so"), fabric)
-            return ranks.run(function, *arguments, fabric)
-
-        yield run
-
-
-def buffer_of(timeout: float, per_node: int = 1) -> ep.Buffer:
-    return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W // per_node, per_node))
+def buffer_of(timeout: float) -> ep.Buffer:
+    return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W, 1))
 
 
 @pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_the_bits_of_one_machine(over, fabric, per_machine, per_node, stripes):
-    over(fabric, run_layers, per_machine, per_node, stripes)
+    over(fabric, run_layers, per_machine, per_node, stripes, fabric)
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_the_low_latency_mode(over, fabric, per_machine):
-    over(fabric, run_low_latency, per_machine)
+    over(fabric, run_low_latency, per_machine, fabric)
 
 
-def run_with_one_that_goes(how: str, fabric: str) -> str:
-    with machines_of(2, fabric):
-        buffer = buffer_of(3, per_node=2)
+def run_aborted() -> str:
+    with buffer_of(20) as buffer:
         ep.dispatch(X, IDS, buffer=buffer)
         dist.barrier()
         if dist.get_rank() == W - 1:
-            if how == "refuses":
-                with pytest.raises(ValueError):
-                    ep.dispatch(X, IDS + 100, buffer=buffer)
-            elif how == "aborts":
-                buffer.abort("enough")
+            buffer.abort("enough")
         start = time.monotonic()
         with pytest.raises(ep.EPError) as caught:
             ep.dispatch(X, IDS, buffer=buffer)
         assert time.monotonic() - start < 2
         buffer.reset()
-        again = ep.dispatch(X, IDS, buffer=buffer)
-        assert torch.equal(again.x, torch.ones(again.x.shape))
-        buffer.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("how", "told"), [("refuses", "rank 3 refused its arguments"), ("aborts", "rank 3 was told")])
-@pytest.mark.parametrize("fabric", FABRICS)
-def test_a_failure_is_heard_on_every_machine(over, fabric, how, told):
-    for text in over(fabric, run_with_one_that_goes, how):
-        assert text.startswith(told)
-
-
-def run_late(fabric: str) -> str:
-    """The last rank comes when the others have given up."""
-    with machines_of(1, fabric):
-        buffer = buffer_of(2)
-        ep.dispatch(X, IDS, buffer=buffer)
-        if dist.get_rank() == W - 1:
-            time.sleep(4)
-        with pytest.raises(ep.EPError) as caught:
-            ep.dispatch(X, IDS, buffer=buffer)
-        buffer.reset()
-        ep.dispatch(X, IDS, buffer=buffer)
-        buffer.close()
+        rows = ep.dispatch(X, IDS, buffer=buffer).x
+        assert torch.equal(rows, torch.ones(rows.shape))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
-def test_an_absent_rank_is_named_on_every_machine(over, fabric):
-    for text in over(fabric, run_late):
-        assert "rank 3 has not entered notify 2 (it finished 1)" in text
+def test_an_abort_is_heard_on_every_machine(over, fabric):
+    assert all(text.startswith("rank 3 was told") for text in over(fabric, run_aborted))
 
 
-def run_closed_early(fabric: str) -> None:
-    with machines_of(1, fabric):
-        buffer = buffer_of(20)
+def run_closed_early() -> None:
+    buffer = buffer_of(20)
     rows = ep.dispatch(X, IDS, buffer=buffer)
     ep.combine(rows.x, rows.handle)
     if dist.get_rank() != W - 1:
@@ -122,9 +75,9 @@ def test_a_rank_that_has_done_its_part_may_close_its_buffer(over, fabric):
 # ---- over cards
 
 
-def run_until_broken(facts: dict[str, int], fabric: str) -> str:
+def run_until_broken(facts: dict[str, int]) -> str:
     """The card of rank 1 does what it should not, then it is in order again."""
-    with machines_of(1, fabric), buffer_of(30) as buffer:
+    with buffer_of(30) as buffer:
         expected = ep.dispatch(X, IDS, buffer=buffer).x
         dist.barrier()
         with cards_with(retry_ms=500, **facts if dist.get_rank() == 1 else {}):
@@ -158,13 +111,9 @@ def test_a_card_that_fails_is_named_on_every_rank(over, fabric, facts, what):
         assert fabric == "verbs" or text.startswith("the connection to rank"), text
 
 
-def run_refused(facts: dict[str, int], fabric: str) -> str:
+def run_refused(facts: dict[str, int]) -> str:
     """The card of rank 2 cannot be used."""
-    with (
-        machines_of(1, fabric),
-        cards_with(**facts if dist.get_rank() == 2 else {}),
-        pytest.raises(ep.EPError) as caught,
-    ):
+    with cards_with(**facts if dist.get_rank() == 2 else {}), pytest.raises(ep.EPError) as caught:
         buffer_of(20)
     return str(caught.value)
 
@@ -190,9 +139,9 @@ def test_a_card_that_cannot_be_used_is_refused_on_every_rank(over, fabric, facts
         assert what in text
 
 
-def run_said(fabric: str) -> list[str]:
+def run_said() -> list[str]:
     say = mock.Mock()
-    with machines_of(1, fabric), mock.patch.object(rank_group.set_up_log, "info", say):
+    with mock.patch.object(rank_group.set_up_log, "info", say):
         buffer_of(20).close()
     return [text % tuple(values) for text, *values in (call.args for call in say.call_args_list)]
 

@@ -36,7 +36,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 "$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
 step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
 step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
-step processes 90 $(tests tests/gpu/test_gpu_processes.py)
+step processes 90 $(tests tests/gpu/test_gpu_{processes,one_rank}.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{dispatch_combine,launch,float8,overlap}.py)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
 step bench 90 "$PYTHON" -m megatron_ep.tools.bench.gpus --json "$OUT/gpus.json"

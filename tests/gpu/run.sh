@@ -98,7 +98,7 @@ step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'
 step gate 60 "$PYTHON" tests/bench/run.py router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" tests/bench/run.py cuda --json "$OUT/bench.json"
-step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
+step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py tests/gpu/test_gpu_one_rank.py'
 step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py tests/gpu/test_gpu_low_latency_masks.py'
 step low_latency_bench 90 "$PYTHON" -m megatron_ep.tools.bench.low_latency --json "$OUT/low_latency.json"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then

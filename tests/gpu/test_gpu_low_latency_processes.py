@@ -3,7 +3,6 @@
 import time
 
 import pytest
-import survivors
 import torch
 import torch.distributed as dist
 
@@ -144,31 +143,3 @@ def run_counting():
 
 def test_rows_and_waits_are_counted_by_rank(ranks):
     ranks.run(run_counting)
-
-
-def run_one_absent():
-    buffer, low_latency = make(False, timeout=2.0)
-    x, ids = (part[buffer.rank].cuda() for part in inputs(2))
-    message = ""
-    if buffer.rank == 3:
-        time.sleep(6)
-    else:
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            low_latency.dispatch(x, ids)
-            buffer.synchronize()
-        message = str(caught.value)
-    buffer.reset()
-    round_trips(low_latency, rounds=1)
-    buffer.close()
-    return message
-
-
-def test_an_absent_rank_is_named(ranks):
-    messages = ranks.run(run_one_absent)
-    assert any("low_latency_receiver" in message and "from rank 3: seen" in message for message in messages), messages
-
-
-@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
-def test_survivors(tmp_path, monkeypatch, check):
-    monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
-    check(tmp_path, "cuda")

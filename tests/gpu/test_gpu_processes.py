@@ -1,11 +1,9 @@
 """Processes that share one GPU through CUDA IPC. Their kernels take turns on it, so these cases are small."""
 
-import re
 import threading
 import time
 
 import pytest
-import survivors
 import torch
 
 import megatron_ep as ep
@@ -53,64 +51,6 @@ def round_trips(buffer, rounds=2):
     buffer.synchronize()
 
 
-def run_topology(nodes):
-    with make_buffer(nodes) as buffer:
-        round_trips(buffer)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_topologies(ranks, nodes):
-    ranks.run(run_topology, nodes)
-
-
-def run_one_absent():
-    buffer = make_buffer(1, timeout=2.0)
-    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
-    message = ""
-    if buffer.rank == 3:
-        time.sleep(6)
-    else:
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            ep.dispatch(x, ids, weights, buffer=buffer)
-        message = str(caught.value)
-    buffer.reset()
-    round_trips(buffer, rounds=1)
-    buffer.close()
-    return message
-
-
-def test_an_absent_rank_is_named(ranks):
-    messages = ranks.run(run_one_absent)
-    assert any("notify" in message and "from rank 3: seen" in message for message in messages), messages
-    assert all(": rank 3 has not entered notify 1 (it finished 0)\n" in message for message in messages[:3]), messages
-
-
-def run_one_absent_from_a_combine():
-    buffer = make_buffer(2, timeout=2.0)
-    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
-    rows = ep.dispatch(x, ids, weights, buffer=buffer)
-    buffer.synchronize()
-    message = ""
-    if buffer.rank == 3:
-        time.sleep(6)
-    else:
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            ep.combine(rows.x, rows.handle)
-            buffer.synchronize()
-            ep.dispatch(x, ids, weights, buffer=buffer)  # for ranks that needed nothing of rank 3
-        message = str(caught.value)
-    buffer.reset()
-    round_trips(buffer, rounds=1)
-    buffer.close()
-    return message
-
-
-def test_a_rank_that_is_absent_from_a_combine_is_named(ranks):
-    messages = ranks.run(run_one_absent_from_a_combine)
-    says = re.compile(r": rank 3 has not entered (call|notify) 2 \(it finished 1\)\n")
-    assert all(says.search(message) for message in messages[:3]), messages
-
-
 def run_one_late():
     buffer = make_buffer(1)
     x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
@@ -148,30 +88,3 @@ def run_one_told_to_stop():
 
 def test_the_reason_of_an_abort_reaches_all(ranks):
     ranks.run(run_one_told_to_stop)
-
-
-def run_one_mistake():
-    buffer = make_buffer(2)
-    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
-    wrong = buffer.rank == 2
-    started = time.monotonic()
-    with pytest.raises(
-        ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"
-    ):
-        ep.dispatch(x.int() if wrong else x, ids, weights, buffer=buffer)
-    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
-    buffer.reset()
-    round_trips(buffer, rounds=1)
-    buffer.close()
-
-
-def test_a_mistake_on_one_rank_reaches_all(ranks):
-    ranks.run(run_one_mistake)
-
-
-@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
-def test_survivors(tmp_path, check):
-    check(tmp_path, "cuda")
-    started = time.monotonic()
-    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
-    assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"

@@ -2,7 +2,9 @@
 machine. The machines are this one, under several names."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,6 +21,12 @@ W = 4
 def cards_in_any_order(fabric: str) -> AbstractContextManager[None]:
     """Cards whose writes become visible late, and in any order."""
     return nullcontext() if fabric == "tcp" else cards_with(seed=1 + dist.get_rank())
+
+
+def between_machines(fabric: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) where every rank is on a machine by itself."""
+    with machines_of(1, fabric):
+        return function(*arguments)
 
 
 def inputs(hidden: int, dtype: torch.dtype, tokens=(37, 0, 1, 130)):

@@ -62,17 +62,6 @@ def round_trips(low_latency, rounds=6):
         assert torch.equal(low_latency.combine(received.x, received.handle), 3 * x)
 
 
-def run_topologies():
-    for nodes in (1, 2, 4):
-        buffer, low_latency = make(nodes)
-        with buffer:
-            round_trips(low_latency)
-
-
-def test_topologies(ranks):
-    ranks.run(run_topologies)
-
-
 LATE_S = 0.3
 
 
@@ -193,38 +182,6 @@ def test_a_rank_that_stops_between_halves(ranks):
     ranks.run(run_one_stops_between_halves)
 
 
-def run_one_absent(phase):
-    buffer, low_latency = make(timeout=1.0)
-    x, ids = inputs(3)
-    x, ids = x[buffer.rank], ids[buffer.rank]
-    received = low_latency.dispatch(x, ids) if phase == "combine" else None
-    started = time.monotonic()
-    message = ""
-    if buffer.rank == 3:
-        time.sleep(2.0)
-    else:
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            for _ in range(3):  # a combine may need nothing of rank 3 until it needs its bank
-                if phase == "dispatch":
-                    low_latency.dispatch(x, ids)
-                else:
-                    low_latency.combine(received.x, received.handle)
-        assert time.monotonic() - started < 5
-        message = str(caught.value)
-    buffer.reset()
-    round_trips(low_latency)
-    buffer.close()
-    return message
-
-
-@pytest.mark.parametrize(("phase", "role"), [("dispatch", "low_latency_receiver"), ("combine", "low_latency_combine")])
-def test_an_absent_rank_is_named(ranks, phase, role):
-    messages = ranks.run(run_one_absent, phase)
-    assert any(role in m and "from rank 3: seen" in m for m in messages), messages
-    says = re.compile(rf": rank 3 has not (sent|received) low-latency {phase} \d \(it finished \d\)\n")
-    assert all(says.search(m) for m in messages[:3]), messages
-
-
 def run_disagreement(kind):
     """Odd ranks give rows of another shape: nobody ever gets the other's bytes."""
     buffer, low_latency = make(timeout=1.0)
@@ -260,25 +217,6 @@ def run_disagreement(kind):
 @pytest.mark.parametrize("kind", ["hidden", "dtype", "topk", "weights", "sum_at"])
 def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
     ranks.run(run_disagreement, kind)
-
-
-def run_one_mistake():
-    buffer, low_latency = make()
-    x, ids = inputs(3)
-    x, ids = x[buffer.rank], ids[buffer.rank]
-    started = time.monotonic()
-    wrong = buffer.rank == 2
-    with pytest.raises(ValueError if wrong else ep.EPAbortError):
-        low_latency.dispatch(x.int() if wrong else x, ids)
-        low_latency.dispatch(x, ids)
-    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
-    buffer.reset()
-    round_trips(low_latency, rounds=2)
-    buffer.close()
-
-
-def test_a_mistake_on_one_rank_reaches_all(ranks):
-    ranks.run(run_one_mistake)
 
 
 def run_different_sizes():
@@ -379,13 +317,6 @@ def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
     messages = ranks.run(run_masked_in_between)
     said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
     assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages
-
-
-@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
-def test_survivors(tmp_path, monkeypatch, check):
-    """One rank is killed, or interrupted, between two calls or in one."""
-    monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
-    check(tmp_path)
 
 
 def test_survivors_go_on(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import shared_memory
-import survivors
 import torch
 import torch.distributed as dist
 import what_was_sent
@@ -17,7 +16,6 @@ from waits import within
 import megatron_ep as ep
 from megatron_ep import reference
 from megatron_ep.buffer.host import HostBackend
-from megatron_ep.errors import describe
 from megatron_ep.meeting.nodes import VARIABLE
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -67,19 +65,6 @@ def is_usable_again(buffer):
 
 def make_buffer(nodes=2, **config):
     return ep.Buffer(None, ep.Config(num_experts=8, timeout=TIMEOUT, **config), ep.Topology(nodes, W // nodes))
-
-
-def run_topologies():
-    for nodes in (1, 2, 4):
-        for config in ({}, {"tuning": ep.Tuning(nvl_ring_bytes=400, rdma_ring_bytes=400, channels=3)}):
-            with make_buffer(nodes, **config) as buffer:
-                round_trips(buffer)
-
-
-def test_topologies(ranks):
-    before = shared_memory.names()
-    ranks.run(run_topologies)
-    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def run_one_interrupted():
@@ -152,89 +137,6 @@ def run_checkpointed():
 
 def test_checkpointed(ranks):
     ranks.run(run_checkpointed)
-
-
-def run_one_mistake(kind):
-    """Rank 2 gives a wrong argument. Who is still in the call before may be stopped there."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
-    x, ids, weights = x[buffer.rank], ids[buffer.rank], weights[buffer.rank]
-    wrong = buffer.rank == 2
-    if wrong and kind == "dtype":
-        x = x.int()
-    if wrong and kind == "ids":
-        ids = torch.full_like(ids, 8)
-    expected = ValueError if wrong else ep.EPAbortError
-    started = time.monotonic()
-    with pytest.raises(expected, match=None if wrong else "rank 2 refused its arguments"):
-        rows = ep.dispatch(x, ids, weights, buffer=buffer)
-        assert kind == "combine"
-        ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
-        ep.dispatch(x, ids, weights, buffer=buffer)  # ranks that needed nothing of rank 2 so far hear of it now
-    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
-    with pytest.raises(ep.EPAbortError, match="reset"):
-        ep.dispatch(x, ids, weights, buffer=buffer)
-    is_usable_again(buffer)
-
-
-@pytest.mark.parametrize("kind", ["dtype", "ids", "combine"])
-def test_a_mistake_on_one_rank_reaches_all(ranks, kind):
-    ranks.run(run_one_mistake, kind)
-
-
-def there_and_back(buffer, *mine):
-    rows = ep.dispatch(*mine, buffer=buffer)
-    return ep.combine(rows.x, rows.handle)
-
-
-def run_one_absent(phase):
-    """Rank 3 does not call."""
-    buffer = make_buffer(tuning=ep.Tuning(rdma_ring_bytes=400, nvl_ring_bytes=400))
-    x, ids, weights = inputs(8, 2)
-    absent = buffer.rank == 3
-    mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
-    mine[0].requires_grad_("backward" in phase)
-    rows, y = None, None
-    if "backward" in phase:
-        y = (torch.compile(there_and_back, backend="aot_eager") if "compiled" in phase else there_and_back)(
-            buffer, *mine
-        )
-    elif phase != "notify":
-        rows = ep.dispatch(*mine, buffer=buffer)
-    started = time.monotonic()
-    if absent:
-        time.sleep(2 * TIMEOUT)
-        message = ""
-    else:
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            if y is not None:
-                y.sum().backward()
-            elif rows is not None:
-                ep.combine(rows.x, rows.handle)
-            else:
-                ep.dispatch(*mine, buffer=buffer)
-        assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
-        assert caught.value.incidents, "a rank that waited says for what"
-        message = "\n".join([str(caught.value), *map(describe, caught.value.incidents)])
-    is_usable_again(buffer)
-    return message
-
-
-@pytest.mark.parametrize(
-    ("phase", "role", "says"),
-    [
-        ("notify", "notify", "rank 3 has not entered notify 1 (it finished 0)"),
-        ("combine", "combine_receiver", "rank 3 has not entered call 2 (it finished 1)"),
-        ("backward", "receiver", "rank 3 has not entered call 3 (it finished 2)"),
-        ("compiled backward", "receiver", "rank 3 has not entered call 3 (it finished 2)"),
-    ],
-)
-def test_an_absent_rank_is_named(ranks, phase, role, says):
-    messages = ranks.run(run_one_absent, phase)
-    assert any(f"{role}, channel 0" in m and "from rank 3: seen" in m for m in messages), messages
-    assert all(f": {says}\n" in m for m in messages[:3]), messages
-    backward = "in the backward pass of combine, call 2: does the loss"
-    assert all((backward in m) == ("backward" in phase) for m in messages[:3]), messages
 
 
 def run_different_calls():
@@ -478,16 +380,6 @@ def run_failed_reset():
 
 def test_a_reset_that_fails_on_one_rank_fails_on_all(ranks):
     ranks.run(run_failed_reset)
-
-
-def test_survivors_of_a_killed_rank(tmp_path):
-    before = shared_memory.names()
-    survivors.check_killed(tmp_path)
-    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
-
-
-def test_ctrl_c_on_one_rank_ends_all(tmp_path):
-    survivors.check_interrupted(tmp_path)
 
 
 def run_one_told_to_stop():

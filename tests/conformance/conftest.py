@@ -1,0 +1,23 @@
+"""Ranks of one machine, or of several by name that a fabric joins."""
+
+import cards
+import cpp
+import pytest
+from over_networks import W, between_machines
+
+from megatron_ep.tools.local_ranks import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def over():
+    """over(fabric, function, *arguments) on every rank; no fabric: on one machine."""
+    with LocalRanks(W, 120) as ranks:
+
+        def run(fabric, function, *arguments):
+            if fabric in ("verbs", "ibgda"):
+                ranks.run(cards.use_library, str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so"), fabric)
+            if not fabric:
+                return ranks.run(function, *arguments)
+            return ranks.run(between_machines, fabric, function, *arguments)
+
+        yield run

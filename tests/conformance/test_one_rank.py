@@ -1,0 +1,59 @@
+"""Both modes between processes: every topology, and what all hear of a rank that stays away, makes a mistake or ends.
+tests/gpu/test_gpu_one_rank.py runs the same on GPUs."""
+
+import re
+
+import one_rank
+import pytest
+import shared_memory
+import survivors
+from modes import HOST, MODES
+from waits import within
+
+NETWORKS = ["tcp", pytest.param("verbs", marks=pytest.mark.nightly), "ibgda"]
+PHASES = [(mode, phase) for mode, calls in MODES.items() for phase in calls.absent]
+MISTAKES = [("normal", "dtype"), ("normal", "ids"), ("normal", "combine"), ("low latency", "dtype")]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_topologies(over, mode, nodes):
+    before = shared_memory.names()
+    over("", one_rank.run_topology, mode, HOST, nodes)
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
+
+
+def check_absent(messages, mode, phase):
+    role, says = MODES[mode].absent[phase]
+    assert any(role in m and "from rank 3: seen" in m for m in messages), messages
+    assert all(re.search(rf": rank 3 {says}\n", m) for m in messages[:3]), messages
+    backward = "in the backward pass of combine, call 2: does the loss"
+    assert all((backward in m) == ("backward" in phase) for m in messages[:3]), messages
+
+
+@pytest.mark.parametrize(("mode", "phase"), PHASES)
+def test_an_absent_rank_is_named(over, mode, phase):
+    check_absent(over("", one_rank.run_one_absent, mode, HOST, phase, 2), mode, phase)
+
+
+@pytest.mark.parametrize("fabric", NETWORKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_absent_rank_is_named_on_every_machine(over, mode, fabric):
+    check_absent(over(fabric, one_rank.run_one_absent, mode, HOST, "dispatch", 4), mode, "dispatch")
+
+
+@pytest.mark.parametrize(("mode", "kind"), MISTAKES)
+@pytest.mark.parametrize("fabric", ["", *NETWORKS])
+def test_a_mistake_on_one_rank_reaches_all(over, fabric, mode, kind):
+    over(fabric, one_rank.run_one_mistake, mode, HOST, kind, 4 if fabric else 2)
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+@pytest.mark.parametrize("mode", MODES)
+def test_survivors(tmp_path, monkeypatch, mode, check):
+    """One rank is killed, or interrupted, between two calls or in one."""
+    before = shared_memory.names()
+    if mode == "low latency":
+        monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
+    check(tmp_path)
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before

@@ -1,0 +1,49 @@
+"""tests/conformance/test_one_rank.py on GPUs: processes that share one through CUDA IPC, whose kernels take turns."""
+
+import re
+import time
+
+import one_rank
+import pytest
+import survivors
+import torch
+from modes import GPU, MODES
+
+from megatron_ep.tools.local_ranks import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(4, 120) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("mode", "nodes"), [("normal", 1), ("normal", 2), ("normal", 4), ("low latency", 1)])
+def test_topologies(ranks, mode, nodes):
+    ranks.run(one_rank.run_topology, mode, GPU, nodes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "phase", "nodes"), [("normal", "dispatch", 1), ("normal", "combine", 2), ("low latency", "dispatch", 1)]
+)
+def test_an_absent_rank_is_named(ranks, mode, phase, nodes):
+    messages = ranks.run(one_rank.run_one_absent, mode, GPU, phase, nodes)
+    role, says = MODES[mode].absent[phase]
+    assert phase == "combine" or any(role in m and "from rank 3: seen" in m for m in messages), messages
+    says = says.replace("call", "(call|notify)")  # what some of them wait in
+    assert all(re.search(rf": rank 3 {says}\n", m) for m in messages[:3]), messages
+
+
+def test_a_mistake_on_one_rank_reaches_all(ranks):
+    ranks.run(one_rank.run_one_mistake, "normal", GPU, "dtype", 2)
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+@pytest.mark.parametrize("mode", MODES)
+def test_survivors(tmp_path, monkeypatch, mode, check):
+    if mode == "low latency":
+        monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
+    check(tmp_path, "cuda")
+    started = time.monotonic()
+    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
+    assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"

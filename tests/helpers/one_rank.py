@@ -1,0 +1,95 @@
+"""What all ranks run when one of them stays away or makes a mistake, in either mode and wherever they are."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modes import HOST, MODES, Calls, Place
+
+import megatron_ep as ep
+from megatron_ep.errors import describe
+
+
+def run_topology(mode: str, place: Place, nodes: int) -> None:
+    for settings in ({}, small_rings(mode, place)):
+        calls = MODES[mode](place, nodes, 10.0, **settings)
+        with calls.buffer:
+            calls.round_trips()
+
+
+def small_rings(mode: str, place: Place) -> dict[str, ep.Tuning]:
+    return {"tuning": place.small_rings()} if mode == "normal" else {}
+
+
+def compiled(calls: Calls) -> Callable[..., torch.Tensor]:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        made = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        dist.barrier()  # or those who have compiled wait in the call for those who have not
+        return made
+
+    def there_and_back(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = ep.dispatch(x, ids, weights, buffer=calls.buffer)
+        return ep.combine(rows.x, rows.handle)
+
+    return torch.compile(there_and_back, backend=backend)
+
+
+def run_one_absent(mode: str, place: Place, phase: str, nodes: int) -> str:
+    """Rank 3 does not call. What the others hear."""
+    calls = MODES[mode](place, nodes, **small_rings(mode, place))
+    x, ids, weights = calls.own()
+    received = y = None
+    if "backward" in phase:
+        there_and_back = compiled(calls) if "compiled" in phase else lambda *own: calls.combine(calls.dispatch(*own))
+        y = there_and_back(x.requires_grad_(), ids, weights)
+    elif phase == "combine":
+        received = calls.dispatch(x, ids, weights)
+    calls.buffer.synchronize()
+    dist.barrier()
+    message, started = "", time.monotonic()
+    if calls.rank == 3:
+        time.sleep((2 if place == HOST else 3) * place.timeout)
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            for _ in range(3):  # one may need nothing of rank 3 before it needs its memory
+                if y is not None:
+                    y.sum().backward()
+                elif received is not None:
+                    calls.combine(received)
+                else:
+                    calls.dispatch(x, ids, weights)
+                calls.buffer.synchronize()
+        if place == HOST:
+            assert place.timeout / 2 < time.monotonic() - started < 4 * place.timeout
+        assert caught.value.incidents, "a rank that waited says for what"
+        message = "\n".join([str(caught.value), *map(describe, caught.value.incidents)])
+    calls.is_usable_again()
+    return message
+
+
+def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
+    """Rank 2 gives a wrong argument. Who is still in the call before may be stopped there."""
+    calls = MODES[mode](place, nodes, 10.0)
+    x, ids, weights = calls.own()
+    wrong = calls.rank == 2
+    if wrong and kind == "dtype":
+        x = x.int()
+    if wrong and kind == "ids":
+        ids = ids + 8
+    started = time.monotonic()
+    refused = None if wrong else "rank 2 refused its arguments"
+    with pytest.raises(ValueError if wrong else ep.EPAbortError, match=refused):
+        received = calls.dispatch(x, ids, weights)
+        if kind == "combine":
+            received.x = received.x[:-1] if wrong else received.x
+            calls.combine(received)
+        calls.dispatch(x, ids, weights)  # ranks that needed nothing of rank 2 so far hear of it now
+        calls.buffer.synchronize()
+    assert time.monotonic() - started < 10, "the others waited until they timed out"
+    if place == HOST:
+        with pytest.raises(ep.EPAbortError, match="reset"):
+            calls.dispatch(x, ids, weights)
+    calls.is_usable_again()
