@@ -29,7 +29,7 @@ class AnyBuffer(OfOneProcess):
 
     @property
     def topology(self) -> Topology:
-        """How the ranks form nodes."""
+        """The nodes of the ranks."""
         return self._group.topology
 
     @property
@@ -48,17 +48,17 @@ class AnyBuffer(OfOneProcess):
         return self._group.is_open
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Returns how long this process's ranks waited for each rank: int64 [ranks of this process, W] on the CPU, in
-        nanoseconds.
+        """Returns the time that ranks of this process waited for each rank: int64 [ranks of this process, W] on the
+        CPU, in nanoseconds.
 
         "wait_ns": in all calls since the buffer was created or reset; "last_wait_ns": in the last one, a dispatch with
         its exchange of counts, a combine, or both halves of a low-latency call. Column p: the time until rank p had
         sent or taken what was needed; p may itself have waited for another rank. 0 for the rank itself.
 
-        Times are summed over the roles that waited, of which each channel has several: compare ranks with each other,
-        not with a clock. On the host only time counts in which the thread had nothing else to do; on a GPU only the
-        part of a wait after its first 50 us or so. On a GPU call `synchronize` first, because only launches that have
-        run are counted.
+        Times are summed over the roles that waited, of which each channel has several: compare them between ranks, not
+        with elapsed time. On the host only the time counts in which the thread had nothing else to do; on a GPU only
+        the part of a wait after about the first 50 us. On a GPU call `synchronize` first, because only launches that
+        have run are counted.
         """
         return self._group.statistics()
 
@@ -71,9 +71,9 @@ class AnyBuffer(OfOneProcess):
         self._group.raise_if_failed()
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of this rank and all ranks in reach at once, and of all others within two seconds.
+        """Ends the waits of this rank and of all reachable ranks immediately, and of all others within two seconds.
 
-        May be called from any thread; waits for no rank. Calls under way and later ones, until `reset`, raise
+        May be called from any thread; waits for no rank. Calls in progress and later ones, until `reset`, raise
         EPAbortError with the reason (about its first 300 bytes) on all of these ranks. If a call has failed before,
         they raise that failure instead. The buffer can be closed, and another one created. Does nothing on a closed
         buffer.

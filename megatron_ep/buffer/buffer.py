@@ -15,13 +15,12 @@ class LocalCluster(AnyBuffer):
     """All ranks in this process. `dispatch` and `combine` take and return lists of W tensors, one per rank.
 
     nodes, ranks_per_node: the topology, N x G.
-    config: as for Buffer.
+    config: see Buffer.
     device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one unless an index is given. A launch runs
         the kernels of all ranks together, so the GPU needs W * Config.num_sms SMs.
     threads: OS threads that share the ranks' work.
-    seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The
-        same seed gives the same interleaving. A wait expires when no role can run any more, regardless of
-        Config.timeout.
+    seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. Equal
+        seeds give equal interleavings. A wait expires when no role can run any more, regardless of Config.timeout.
     lost_signal: with a seed, the number (from 1) of a network signal to lose, for testing. 0: none.
     stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops forever, to test which
         rank the others blame.
@@ -65,12 +64,12 @@ class Buffer(AnyBuffer):
     group: the expert-parallel process group. None: the default group.
     config: must be equal on all ranks. If neither it nor MEGATRON_EP_TIMEOUT sets a timeout, the timeout of the group's
         collectives is used.
-    topology: how the group's ranks form nodes. None: as MEGATRON_EP_RANKS_PER_NODE says if it is set; otherwise the
-        ranks of a host form a node, and so do those of an NVLink domain that spans hosts, as NVML reports. Nodes need
-        equal numbers of consecutive ranks. Rows between nodes of one machine take the same path as between machines,
-        without the puts, which shared memory does not need.
-    device: "cpu" or "cuda", where the tensors are; the same on all ranks. On a GPU (torch's current one unless an index
-        is given) launches go to torch's current stream and return at once; a later failure is raised by the next call
+    topology: the nodes of the group's ranks. None: nodes of MEGATRON_EP_RANKS_PER_NODE ranks if it is set; otherwise
+        the ranks of a host form a node, and so do those of an NVLink domain that spans hosts, as NVML reports. Nodes
+        need equal numbers of consecutive ranks. Rows between nodes of one machine take the same path as between
+        machines, without the puts, which shared memory does not need.
+    device: "cpu" or "cuda", where the tensors are; equal on all ranks. On a GPU (torch's current one unless an index is
+        given) launches go to torch's current stream and return immediately; a later failure is raised by the next call
         or by `synchronize`. Calls on several streams wait for each other. Calls captured in a CUDA graph do not: they
         must be captured on one stream, and a replay must be ordered with the buffer's other calls.
 
@@ -112,7 +111,7 @@ class Buffer(AnyBuffer):
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
 
-        Handles of dispatches that succeeded stay valid.
+        Handles of successful dispatches stay valid.
 
         After a failure in a backward pass the parameters are those of the last step, provided that `raise_if_failed`
         was called before the optimizer's next one. Do not use the gradients: some hold NaN, and the sums of earlier
@@ -128,7 +127,7 @@ class Buffer(AnyBuffer):
         self._group.reset()
 
     def release(self) -> None:
-        """Closes the buffer and frees its memory, and that of its low-latency modes, at once.
+        """Closes the buffer and immediately frees its memory, and that of its low-latency modes.
 
         Collective: returns when this rank's memory is free, which requires that all ranks have called it.
 

@@ -1,4 +1,4 @@
-"""What the last dispatches and combines of a buffer were: an incident names its call by a number alone, and on a GPU it
+"""A log of the last dispatches and combines of a buffer. An incident has only the number of its call, and on a GPU it
 is found long after the call."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-MAX_CALLS = 1000  # that are remembered; a layer makes four
+MAX_CALLS = 1000  # calls that are kept; a layer makes four
 
 
 class CallLog:
-    """Number (as in incidents), kind, address of the handle's layout, and of which kind the call is the backward pass.
+    """The last calls: number (as in incidents), kind, address of the handle's layout, and `backward_of` at the call.
 
-    backward_of: that kind ("dispatch", "combine") while such a call is made, otherwise "".
+    backward_of: "dispatch" or "combine" while the backward pass of such a call runs, otherwise "".
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class CallLog:
         self._calls.append((self._count, kind, layout, self.backward_of))
 
     def clear(self) -> None:
-        """Begins with call 1 again, as after a reset."""
+        """Restarts with call 1, as after a reset."""
         self._calls.clear()
         self._count = 0
 
@@ -35,7 +35,7 @@ class CallLog:
         incident = next((i for i in incidents if i["role"] != "notify"), None)
         if incident is None:
             return ""
-        if incident["role"].startswith("low_latency"):  # whose calls have numbers of their own
+        if incident["role"].startswith("low_latency"):  # low-latency calls are numbered separately
             return f"in the backward pass of {self.backward_of}" if self.backward_of else ""
         number = incident["call"]
         kind, layout = next(((of, layout) for call, _, layout, of in self._calls if call == number), ("", 0))

@@ -32,8 +32,8 @@ LOW_LATENCY: dict[str, Callable[..., LowLatencyConnection]] = {
 def connect(
     rank: GpuRank, topology: Topology, heap: _C.Heap, fabric: choice.Choice, gpus: list[str | None]
 ) -> tuple[Connection, choice.Choice]:
-    """Connects this process's rank with the others. gpus: the UUIDs of all ranks' GPUs. Returns with it the fabric and
-    all that is to be said of it."""
+    """Connects this process's rank with the others. gpus: UUID of each rank's GPU. Returns the connection, and the
+    fabric with the reason for it and a description."""
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
     first = rank.rank // size * size
     mapped = range(first, first + size)

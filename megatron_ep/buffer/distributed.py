@@ -1,4 +1,4 @@
-"""This process's rank of a buffer, and how it meets those of other processes."""
+"""The rank of a buffer in this process, and its rendezvous with those of other processes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from megatron_ep.meeting.processes import has_ended, process_fate
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.meeting.torch_group import timeout_of
 
-# Construction, reset and release wait for the other ranks as long as Config.timeout says, and no less than this: ranks
-# do not begin at the same time.
+# Construction, reset and release wait for the other ranks for Config.timeout, but at least this long, because ranks do
+# not begin at the same time.
 RENDEZVOUS_S = 5.0
 
-# Address of a segment: `_C.Segment.address`.
+# The type of `_C.Segment.address`.
 ADDRESS = tuple[int, int, int, int]
 
 
 class DistributedRankGroup(RankGroup):
     """See `megatron_ep.Buffer`.
 
-    rendezvous: of all ranks.
-    fabric: between GPUs; None: what fits the machines.
+    rendezvous: rendezvous of all ranks.
+    fabric: fabric between GPUs; None: the one that fits the machines.
     """
 
     fabric: str
-    _network: tcp.Network | None = None  # between nodes, where the host carries it
+    _network: tcp.Network | None = None  # network between nodes, if a thread of the host serves it
     _failed_reset = ""  # why the last reset failed, if it did
 
     def __init__(
@@ -114,7 +114,7 @@ class DistributedRankGroup(RankGroup):
         return self._network is not None
 
     def _news(self) -> News | None:
-        """Where some ranks' memory is out of reach."""
+        """Returns the failure messages between ranks; None if all ranks share memory, or the store is unavailable."""
         if len(self._neighbours) == self.topology.world_size and self.fabric not in choice.NETWORKS:
             return None
         store = self._rendezvous.connection()
@@ -128,22 +128,22 @@ class DistributedRankGroup(RankGroup):
             def drain() -> None:
                 for rank in backend.ranks_that_left():
                     raise EPError(f"rank {rank} {blame.LEFT}")
-                backend.drain()  # nothing of this rank reaches others after that
-                # not before: it ends launches that wait for a rank that has died
+                backend.drain()  # afterwards nothing that this rank has sent is in flight
+                # The monitor runs until here, because it ends launches that wait for a rank that has died.
                 stack.enter_context(self._resetting())
 
             self._rendezvous.agree(drain)
             self._restart()
 
     def restart(self) -> None:
-        """To the state of a new buffer, on all ranks, of which none has a call under way."""
+        """Restores the state of a new buffer. Collective; no rank may have a call in progress."""
         with self._resetting():
             self._restart()
 
     def _restart(self) -> None:
         try:
             if self._network is not None:
-                self._rendezvous.agree(self._network.disconnect)  # nothing comes any more from anybody
+                self._rendezvous.agree(self._network.disconnect)  # afterwards nothing arrives from any rank
             self._rendezvous.agree(self._start_anew)
             if self._network is not None:
                 self._network.connect(self._rendezvous)
@@ -158,11 +158,11 @@ class DistributedRankGroup(RankGroup):
         super().check_usable()
 
     def _meet_for(self, what: str) -> None:
-        """How errors of the next exchanges call them."""
+        """Sets the name of the next exchanges in their errors."""
         self._rendezvous.of_what, self._rendezvous.failure = f"of the buffer's {what}", f"could not {what} the buffer"
 
     def _resetting(self) -> contextlib.AbstractContextManager[None]:
-        """The monitor aborts nobody meanwhile: ranks whose memory is mapped may have begun anew already."""
+        """Pauses the monitor, because it would abort ranks that share memory and have already been reset."""
         return self._monitor.resetting() if self._monitor is not None else contextlib.nullcontext()
 
     def release(self) -> None:
@@ -186,7 +186,7 @@ class DistributedRankGroup(RankGroup):
         finally:
             for part in parts:
                 part.let_go()
-            del backend  # it may have been the last to have it
+            del backend  # this may be the last reference, without which its memory can be freed
             give_back()
             _C.release_pooled_memory()
         if lost is not None:
@@ -208,15 +208,15 @@ class DistributedRankGroup(RankGroup):
         return rank in self._neighbours and has_ended(self._neighbours[rank])
 
     def _let_go(self) -> None:
-        self._stop_monitor()  # which talks to the network
+        self._stop_monitor()  # stops before the network, which it uses
         if self._network is not None:
             self._network.close()
         super()._let_go()
-        self.__dict__.pop("_rendezvous", None)  # and with it a connection to the store
+        self.__dict__.pop("_rendezvous", None)  # closes a connection to the store
 
     @contextlib.contextmanager
     def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
-        """The ranks meet in this store, and will from now on, if all goes well."""
+        """Moves the rendezvous to another store; an error inside restores the former one."""
         before = self._rendezvous
         self._rendezvous = StoreRendezvous.over(store, self.rank, self.topology.world_size, before.timeout)
         try:
@@ -226,12 +226,12 @@ class DistributedRankGroup(RankGroup):
             raise
 
     def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        """What the ranks that stayed do while others, in new processes, build this buffer anew.
+        """Maps the memory of ranks in new processes, on the ranks that stayed, while the others construct the buffer.
 
-        check: may fail on some ranks only, and fails on all then.
+        check: an error on one rank is raised on all.
 
-        Raises ValueError and EPError if it fails, if these are not the ranks that have new processes, or if one of
-        their former processes lives.
+        Raises ValueError or EPError if it fails, if `ranks` are not the ranks with new processes, or if one of their
+        former processes lives.
         """
 
         def tell() -> tuple[None, RankInfo]:
@@ -253,13 +253,13 @@ class DistributedRankGroup(RankGroup):
 
         self._renew(self.live_backend().memories, ranks, check_processes)
         if self.device.type == "cuda":
-            self._rendezvous.agree(lambda: None)  # on the others: `p2p.connect`
+            self._rendezvous.agree(lambda: None)  # matches a step of `p2p.connect` on the other ranks
         self._infos = infos
         self._neighbours.update(enumerate(info.pid for info in infos))
 
     def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
-        """While others, in new processes, make `shared_segments` or a `low_latency_connection`: maps theirs where these
-        ranks had their memory before."""
+        """Maps the memory of ranks in new processes at its former addresses, while they run `shared_segments` or
+        `low_latency_connection`."""
         self._renew(memories, ranks, lambda: None)
 
     def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
@@ -333,8 +333,8 @@ class DistributedRankGroup(RankGroup):
         )
 
     def shared_segments(self, size: int) -> list[Any]:
-        """Memory of the host of so many bytes for each rank, mapped by all of its machine; for those of other machines
-        a mirror of their control block. Collective."""
+        """Returns `size` bytes of host memory for each rank of this machine, mapped by all of them, and a mirror of the
+        control block for each rank of another machine. Collective."""
 
         def create() -> tuple[_C.Segment, tuple[int, int, int, int]]:
             own = _C.Segment.shared(size)
@@ -359,7 +359,7 @@ def group_of(
     device: str | torch.device,
     of_what: str = StoreRendezvous.of_what,
 ) -> DistributedRankGroup:
-    """This process's rank of a process group: see `megatron_ep.Buffer`. of_what: what is made, in errors."""
+    """Returns this process's rank of a process group: see `megatron_ep.Buffer`. of_what: its name in errors."""
     config = with_timeout_of(group, config, device)
     rendezvous = StoreRendezvous(group, timedelta(seconds=patience(config)))
     rendezvous.of_what = of_what
@@ -367,16 +367,16 @@ def group_of(
 
 
 def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str | torch.device) -> Config:
-    """A config whose user leaves the limit of waits open takes that of the group's own collectives."""
+    """Returns the config, with the timeout of the group's collectives if the user has set none."""
     if not isinstance(config, Config) or config.timeout is not None or os.environ.get(TIMEOUT_VARIABLE):
         return config
-    with contextlib.suppress(RuntimeError, TypeError):  # no device: refused later, on all ranks alike
+    with contextlib.suppress(RuntimeError, TypeError):  # an invalid device is refused later, on all ranks alike
         return dataclasses.replace(config, timeout=timeout_of(group, torch.device(device)))
     return config
 
 
 def patience(config: Config) -> float:
-    """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
+    """Returns the seconds to wait for other ranks. An invalid config is allowed: all ranks refuse it afterwards."""
     try:
         return max(RENDEZVOUS_S, config.timeout_seconds)
     except (AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""Which arguments were right before: a model makes the same calls again."""
+"""A cache of checked arguments, because a model repeats its calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ MAX_KNOWN = 256
 
 
 def looks_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
-    """Calls that look the same are right or wrong for the same reason, but for the values of ids.
+    """Returns the cache key of arguments: calls with equal keys pass or fail the same checks, except those of values.
 
-    settings: their types are looks, too, for True is 1. tensors: with lists of them, and what is wrong in their place.
+    settings: arguments other than tensors; their types are part of the key, because True == 1. tensors: tensors, lists
+        of tensors, None, or invalid values in their place.
     """
     looks: list[Hashable] = [settings, *map(type, settings)]
     for value in tensors:
-        if value is None:  # to ask it whether it is a tensor takes as long as one's looks
+        if value is None:  # isinstance of torch.Tensor takes as long as a tensor's key
             looks.append(None)
         elif isinstance(value, torch.Tensor):
-            # one that is conjugated is complex
+            # There is no is_conj: only complex tensors can be conjugated.
             looks += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
         elif isinstance(value, (list, tuple)):
             looks.append(looks_of((), *value))
@@ -30,16 +31,16 @@ def looks_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
 
 
 class KnownCalls:
-    """The looks of calls that were right, and what follows from them."""
+    """The keys of calls that passed their checks, and what was derived from their arguments."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
     def get(self, looks: Hashable) -> Any:
-        """None: of others."""
+        """Returns what was added for these arguments; None if nothing was."""
         try:
             return self._known.get(looks)
-        except TypeError:  # of something that has no hash, which is wrong
+        except TypeError:  # an argument without a hash is invalid
             return None
 
     def add(self, looks: Hashable, what: Any) -> None:

@@ -1,4 +1,4 @@
-"""When the launches of a buffer on a GPU begin and end."""
+"""Begin and end of the launches of a buffer on a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from megatron_ep.errors import EPStuckError
 
-# A launch of which each wait ends after a timeout has a few of them, one after the other; this is long for all of them.
+# A launch has a few waits one after the other, each of which ends after a timeout: together they take less than this.
 MAX_TIMEOUTS = 3
-LOOKS_PER_TIMEOUT = 10  # at the calls that the GPU counts, which costs a copy
+LOOKS_PER_TIMEOUT = 10  # reads of the GPU's counts of calls per timeout, each of which costs a copy
 
 WAITS_INSIDE = (
     "a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does not answer, and nothing can end it"
@@ -21,12 +21,13 @@ WAITS_INSIDE = (
 
 
 class Launches:
-    """Events around launches, in their order; those that a CUDA graph captures are not among them.
+    """Events around launches, in order, except those that a CUDA graph captures.
 
-    timeout: seconds after which each wait of a launch ends, where there may be waits besides that do not: those of the
-        library that carries its puts. None: where there are none.
-    under_way: the name of the call that the GPU has entered and not finished, as its kernels count, and whether it was
-        given up, since when they do not; None if there is none. A captured launch shows in no other way.
+    timeout: seconds after which each wait of a launch ends, except those inside a library that carries its puts. None:
+        there is no such library.
+    under_way: returns the name of the call that the GPU has entered and not finished, by the counts of its kernels, and
+        whether it was given up, after which they no longer count; None if there is none. Captured launches can only be
+        seen by these counts.
     """
 
     def __init__(self, timeout: float | None = None, under_way: Callable[[], tuple[str, bool] | None] = lambda: None):
@@ -34,18 +35,18 @@ class Launches:
         self._under_way = under_way
         self._call: tuple[str, bool] | None = None
         self._call_seen = self._next_look = 0.0
-        self.are_captured = False  # some are replayed by CUDA graphs
+        self.are_captured = False  # whether CUDA graphs may replay launches
         self.are_watched = timeout is not None
-        self.are_recorded = self.are_watched  # nobody pays for events that nobody asks for
+        self.are_recorded = self.are_watched  # events are recorded only if they are needed, because they take time
         self._measures = False
         self._seconds = 0.0
-        self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is all enqueued, end of each
-        self._begun: torch.cuda.Event | None = None  # start of the oldest, once it has been seen to have begun
-        self._seen = 0.0  # when that was
+        self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is enqueued, end of each launch
+        self._begun: torch.cuda.Event | None = None  # start of the oldest launch, once that was seen to run
+        self._seen = 0.0  # time of that
 
     @contextlib.contextmanager
     def record(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Around what enqueues a launch, if they are recorded."""
+        """Records the events of a launch that is enqueued in this context."""
         events = [_recorded(stream)]
         self._pending.append(events)
         try:
@@ -56,7 +57,7 @@ class Launches:
                 self._take_finished()
 
     def measured(self) -> float:
-        """Seconds on the GPU of launches since this was first asked, as far as they have finished."""
+        """Returns the seconds on the GPU of finished launches since the first call of this."""
         self._take_finished()
         self._measures = self.are_recorded = True
         return self._seconds
@@ -68,8 +69,8 @@ class Launches:
                 self._seconds += start.elapsed_time(end) / 1e3
 
     def check(self) -> None:
-        """For those who wait on the host. Raises EPStuckError when the oldest launch has run for too long, or a call of
-        a captured one."""
+        """Raises EPStuckError if the oldest launch, or a call of a captured one, has run for too long. Called while the
+        host waits."""
         if self._timeout is None:
             return
         if self.are_captured:

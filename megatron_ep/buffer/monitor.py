@@ -1,7 +1,7 @@
-"""A thread that looks after the ranks of a buffer while others wait for them.
+"""A thread that monitors the ranks of a buffer.
 
-A waiting role sees only flags. It would learn that a peer's process has ended, or that a rank of another machine gave
-up or said goodbye, only at its timeout.
+A waiting role sees only flags. Without the thread it would learn only at its timeout that a peer's process has ended,
+or that a rank of another machine gave up or signed off.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_ep.meeting.news import Failure, News
 from megatron_ep.meeting.processes import process_fate
 
 INTERVAL_S = 0.2
-END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
-# Outcomes that all ranks are told of. Not cut_off and masked: these concern one rank.
+END_S = 2.0  # time to wait for the thread when it is stopped: it may wait for a GPU that does not answer
+# Outcomes that are sent to all ranks: all but cut_off and masked, which concern one rank.
 EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow", "lost"}
 
 log = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ class Monitor:
         self._describe = weakref.WeakMethod(describe)
         self._looking = threading.RLock()  # a finalizer may run while it is held
         self._is_over = threading.Event()
-        self._has_told = False  # since the last reset
+        self._has_told = False  # whether a failure was published since the last reset
         self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
         self._thread.start()
         _monitors.add(self)
 
     def stop(self) -> None:
-        """From any thread, this one too."""
+        """Stops the thread. May be called from any thread, also from this one."""
         self._is_over.set()
         if self._news is not None:
             self._news.stop()
@@ -66,7 +66,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def resetting(self) -> Iterator[None]:
-        """What failed before is over after that, on all ranks."""
+        """Pauses the monitor during a reset, after which earlier failures no longer count on any rank."""
         with self._looking:
             yield
             self._has_told = False
@@ -74,14 +74,14 @@ class Monitor:
                 self._news.turn_page()
 
     def first(self, failure: Failure) -> Failure:
-        """What all ranks are told: this one, unless another one was first."""
+        """Returns the failure that all ranks raise: this one, unless another one was first."""
         if self._news is None or not self._is_everybodys(failure.outcome):
             return failure
         return self._news.agree(failure)
 
     @property
     def heard(self) -> Failure | None:
-        """What all ranks are told, where that is known already."""
+        """The failure that all ranks raise, if it is known already."""
         return self._news.first if self._news is not None else None
 
     def _is_everybodys(self, outcome: str) -> bool:
@@ -92,7 +92,7 @@ class Monitor:
             try:
                 with self._looking:
                     self._look()
-            except Exception as error:  # a GPU that no longer answers, say: the next call raises it
+            except Exception as error:  # for example of a GPU that no longer works: the next call raises it
                 log.debug("rank %d is no longer looked after: %s", self._rank, error)
                 return
 
@@ -111,7 +111,7 @@ class Monitor:
         if describe is None or self._has_told or not self._is_everybodys(outcome):
             return
         if self._news is None and not failures.watchers:
-            return  # so that a GPU is asked only where somebody wants to know
+            return  # `describe` queries a GPU, so it runs only if its result is used
         self._has_told = True
         failure = describe(outcome, rank)
         if self._news is not None:
@@ -120,9 +120,9 @@ class Monitor:
             watcher(failure.cause)
 
     def _look_at_processes(self) -> None:
-        fates = self._fates()  # before the statuses: a rank may do its part, and then end
+        fates = self._fates()  # read before the statuses, because a rank may do its part and then end
         if not fates:
-            return  # so that a GPU is asked only where something has happened
+            return  # statuses query a GPU, so they are read only if a rank has ended
         statuses = self._backend.rank_statuses()
         own = next(status for status in statuses if status.rank == self._rank)
         ended = blame.ended(own, statuses, fates.get)
@@ -137,12 +137,12 @@ class Monitor:
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_monitors.clear)  # their threads are not there
+os.register_at_fork(after_in_child=_monitors.clear)  # a forked child does not have their threads
 
 
 @atexit.register
 def stop_all() -> None:
-    """Before what the threads use is gone."""
+    """Stops all monitors at exit, before what the threads use is destroyed."""
     for monitor in list(_monitors):
         with contextlib.suppress(Exception):
             monitor.stop()

@@ -1,4 +1,4 @@
-"""The ranks of a buffer that live in this process: their life, and what becomes of the launches on them."""
+"""The ranks of a buffer in this process: their state, and the failures of launches on them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _BUILT_DTYPES = _built_dtypes()
 
 
 def summable_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
-    """What combine sums on a "cpu", which is everything, or on "cuda": what MEGATRON_EP_DTYPES named at the build."""
+    """Returns the dtypes that combine sums: all on "cpu", those of MEGATRON_EP_DTYPES at build time on "cuda"."""
     return _BUILT_DTYPES if device_type == "cuda" else COMBINE_DTYPES
 
 
 def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless combine sums this dtype."""
     allowed = summable_dtypes(device_type)
     if dtype in allowed:
         return
@@ -64,9 +64,9 @@ def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
     raise ValueError(said)
 
 
-# How long the ranks that are in a call have to say what they waited for when it was given up.
+# Seconds in which ranks in a call publish what they waited for, after it was given up.
 ANSWER_S = 0.2
-# Seconds by which the reason of a rank that gave up may arrive after another rank has passed on that it did.
+# Seconds by which the reason of a rank that gave up may arrive later than the failure, which other ranks pass on.
 REASON_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
 IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/exclusive_call.h
@@ -74,7 +74,7 @@ IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/exclusive_
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
 
-_of_parents: list[Any] = []  # in a forked child: the end of these would touch what is still in use
+_of_parents: list[Any] = []  # keeps objects alive in a forked child: their destructors would affect the parent
 
 HOW_TO_GO_ON = "every rank must call buffer.reset() before the buffer is used again"
 
@@ -99,7 +99,7 @@ class AbortPeersOnError:
 
 
 class RankGroup(OfOneProcess):
-    """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.normal.launches`."""
+    """The ranks of a buffer in this process. `megatron_ep.normal.launches` launches on them."""
 
     topology: Topology
     config: Config
@@ -127,12 +127,12 @@ class RankGroup(OfOneProcess):
 
     @property
     def is_open(self) -> bool:
-        """Whether the buffer can be used: until it is closed."""
+        """Whether the buffer has not been closed."""
         return self._backend is not None and not self._is_left
 
     @property
     def spans_machines(self) -> bool:
-        """Whether some ranks are reached over the host's network."""
+        """Whether a thread of the host serves a network to some ranks."""
         return False
 
     @property
@@ -150,7 +150,7 @@ class RankGroup(OfOneProcess):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
+        """Seconds spent in launches of this buffer so far, including waits for other ranks."""
         return self.live_backend().seconds
 
     def statistics(self) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ class RankGroup(OfOneProcess):
         if backend is not None:
             backend.close()
             give_back = backend.give_back
-            del backend  # it may have been the last to have it
+            del backend  # this may be the last reference, without which its memory can be freed
             give_back()
 
     def _stop_monitor(self) -> None:
@@ -185,13 +185,13 @@ class RankGroup(OfOneProcess):
             monitor.stop()
 
     def close_after_error(self) -> None:
-        """As `close`, but logs what nobody has been told of: another error is on its way."""
+        """Closes the buffer, and logs a failure that no call has raised, because another error is being raised."""
         self.report_unseen()
         self._is_seen = True
         self.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.is_open and not is_finalizing():  # at exit, when modules are gone, `failures` has reported already
+        if self.is_open and not is_finalizing():  # at exit modules may be gone, and `failures` has reported already
             self._is_left = True
             self.live_backend().put_off(self._end)
 
@@ -202,12 +202,12 @@ class RankGroup(OfOneProcess):
         self._let_go()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, where the buffer is closed: whatever is done with it here would reach its ranks."""
+        """Closes the buffer in a forked child without touching its memory, which the parent uses."""
         _of_parents.append((self._backend, self._monitor))
         self._backend = self._monitor = None
 
     def live_backend(self) -> Backend:
-        """Raises ValueError if closed."""
+        """Returns the backend. Raises ValueError if the buffer is closed."""
         if self._backend is None:
             if self._process != (process := os.getpid()):
                 raise ValueError(f"buffer is of process {self._process}, must not be used in {process}, forked from it")
@@ -215,7 +215,7 @@ class RankGroup(OfOneProcess):
         return self._backend
 
     def _start_anew(self) -> None:
-        """To the state of a new group of ranks, of which none has a call under way."""
+        """Restores the state of a new group of ranks, without calls in progress."""
         self.live_backend().reset()
         self.calls.clear()
         self.resets += 1
@@ -226,26 +226,22 @@ class RankGroup(OfOneProcess):
         raise NotImplementedError
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
-        """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
-
-        Collective.
-        """
+        """Runs a check, whose error on one rank is raised on all, and raises ValueError unless settings are equal on
+        all ranks. Collective."""
         check()
 
     def keeps_lines(self) -> bool:
-        """Whether all GPUs are mapped over links that keep lines of 128 bytes whole.
-
-        Collective, and so never asked where ranks may come back alone: what others do meanwhile has no such step.
-        """
+        """Returns whether all GPUs are mapped over links that keep 128-byte packets whole. Collective, so it is not
+        called if ranks may rejoin alone: the steps of the other ranks then do not include it."""
         return True
 
     # ---- launches
 
     def open_on_network(self, tolerates_loss: bool) -> None:
-        """After a part of this buffer was opened on the host's network, if there is one: nobody sends to it before all
-        have. Collective.
+        """Waits until all ranks have opened a part of this buffer on the network, if a thread of the host serves one,
+        so that no rank sends to it before. Collective.
 
-        tolerates_loss: a lost connection ends waits of the normal mode only: the part masks lost ranks instead.
+        tolerates_loss: a lost connection ends only waits of the normal mode, because the part masks lost ranks.
         """
 
     def check_usable(self) -> None:
@@ -264,18 +260,18 @@ class RankGroup(OfOneProcess):
     def synchronize(self) -> None:
         """See `AnyBuffer`."""
         backend = self.live_backend()
-        backend.finish_launches()  # what follows a failed launch on its stream may never end
+        backend.finish_launches()  # other work after a failed launch on its stream may never end
         self.raise_if_aborted()
         backend.synchronize()
         self.raise_if_aborted()
 
     def raise_if_failed(self) -> None:
-        """As `megatron_ep.raise_if_failed`, for this buffer alone."""
+        """Raises as `megatron_ep.raise_if_failed`, for this buffer only."""
         self.live_backend().finish_launches()
         self.raise_if_known_to_have_failed()
 
     def raise_if_known_to_have_failed(self) -> None:
-        """Raises as `raise_if_failed` what this process has heard of so far. Waits for no launch."""
+        """Raises as `raise_if_failed` if this process already knows of a failure. Waits for no launch."""
         aborted = self.live_backend().aborted()
         if aborted is not None:
             raise self._failure(*aborted)
@@ -286,7 +282,7 @@ class RankGroup(OfOneProcess):
         return not self._is_seen and self._backend is not None and self._backend.aborted() is not None
 
     def abort(self, reason: str) -> None:
-        """See `AnyBuffer`. Does nothing once it is closed."""
+        """See `AnyBuffer`. Does nothing after the buffer is closed."""
         backend = self._backend
         if backend is None:
             return
@@ -294,7 +290,7 @@ class RankGroup(OfOneProcess):
         self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
 
     def report_unseen(self) -> None:
-        """Logs, as an error, a failure that nobody has been told of. Raises nothing."""
+        """Logs, as an error, a failure that no call has raised. Raises nothing."""
         try:
             failure = self._unseen_failure()
         except Exception as error:
@@ -334,30 +330,30 @@ class RankGroup(OfOneProcess):
     def refuse(
         self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_told: bool = False
     ) -> None:
-        """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed.
+        """Ends the waits of the other ranks, because this one has refused its arguments, was interrupted, or failed.
 
-        is_told: whether the caller raises an EPError about the same step, whichever rank met it first.
+        is_told: whether the caller raises an EPError for this step, even if another rank failed first.
         """
         self._is_seen |= is_told
         if self._backend is not None and len(self.ranks) < self.topology.world_size:
             self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
-            # unless a call had failed before, of which the error may be but a consequence
+            # A call may have failed before, with this error as a consequence.
             aborted = self._backend.aborted()
             self._is_seen |= aborted == (outcome, self.ranks[0])
             if aborted is not None and self._monitor is not None:
-                self._monitor.first(self.describe(*aborted))  # this process may end now
+                self._monitor.first(self.describe(*aborted))  # publishes it now, because this process may end
 
     # ---- failures
 
     def describe(self, outcome: str, rank: int) -> Failure:
-        """A failure as this rank sees it."""
+        """Returns the failure as this rank sees it."""
         incidents = self.live_backend().incidents()
         first = next((i for i in incidents if i["outcome"] != "aborted"), next(iter(incidents), None))
         return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
 
     def _cause(self, outcome: str, rank: int) -> str:
-        """Returns the cause, equal on all ranks, including those out of reach."""
+        """Returns the cause, equal on all ranks, including unreachable ones."""
         if self._monitor is None:
             return self._own_cause(outcome, rank)
         if (heard := self._monitor.heard) is not None:
@@ -367,7 +363,7 @@ class RankGroup(OfOneProcess):
     def _own_cause(self, outcome: str, rank: int) -> str:
         statuses = self._rank_statuses(outcome, rank)
         reason = next((status.reason for status in statuses if status.rank == rank), "")
-        if outcome == "lost" and not reason:  # another one's connection to it
+        if outcome == "lost" and not reason:  # another rank has lost its connection to that rank
             reason = next((status.reason for status in statuses if status.reason), "")
         why = f": {reason}" if reason else ""
         if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
@@ -397,8 +393,8 @@ class RankGroup(OfOneProcess):
         }[outcome]
 
     def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
-        """Returns the status of all ranks in reach. Some have a moment to say more: after a timeout those in a call,
-        what they wait for as soon as they have heard of it; otherwise the rank that gave up, why."""
+        """Returns the status of all reachable ranks. Waits up to ANSWER_S after a timeout, so that ranks in a call can
+        publish what they wait for, or up to REASON_S for the reason of the rank that gave up."""
 
         def has_more_to_say(status: RankStatus) -> bool:
             if outcome == "timeout":
@@ -418,7 +414,7 @@ class RankGroup(OfOneProcess):
             return []
 
     def _fate_of(self, rank: int) -> str | None:
-        """What has become of a rank's process, as far as that can be seen here: see `blame.root`."""
+        """Returns what became of a rank's process, if that is known here: see `blame.root`."""
         return None
 
     def _unheard(self, rank: int) -> tuple[str, float] | None:
@@ -429,24 +425,24 @@ class RankGroup(OfOneProcess):
         return f"after {self.config.timeout_seconds:g} s"
 
     def raise_if_aborted(self) -> None:
-        """Raises what is known to have failed. Waits for nothing."""
+        """Raises a known failure. Does not wait."""
         backend = self.live_backend()
         aborted = backend.aborted()
-        # A launch that is known to have finished is good, whatever others have met since.
+        # If the last launch is known to have finished, later failures of other ranks do not affect its results.
         if aborted is None or backend.finished():
             return
         raise self._failure(*aborted)
 
     def _failure(self, outcome: str, rank: int) -> EPError:
-        """What is raised, by those who call this, because a rank gave up."""
-        self.live_backend().tell_others()  # who raises it may end this process
+        """Returns the error that the caller raises because a rank gave up."""
+        self.live_backend().tell_others()  # the error may end this process
         self._is_seen = True
         cause = self._cause(outcome, rank)
         incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
         lines = summarize(incidents)
         heard = self._monitor.heard if self._monitor is not None else None
         if heard is not None and heard.incident and heard.incident not in lines:
-            lines.insert(0, heard.incident)  # of the rank that gave up first, which cannot be read from here
+            lines.insert(0, heard.incident)  # the rank that gave up first is not readable from here
         if outcome == "timeout" and (backward := self.calls.backward_pass(incidents)):
             lines.append(f"{backward}: does the loss contain its output on all ranks?")
         message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])

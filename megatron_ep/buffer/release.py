@@ -1,5 +1,5 @@
-"""How the ranks of a buffer give its memory back together: nobody unmaps memory that it still writes to, and nobody
-frees memory that another rank still maps. No wait is without a bound.
+"""Collective release of a buffer's memory. No rank unmaps memory that it still writes to, or frees memory that another
+rank still maps. All waits have bounds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ MAPS_OTHERS, MAPS_NOBODY = "maps others", "maps nobody"
 
 
 def finish(rendezvous: StoreRendezvous, backend: Backend) -> EPError | None:
-    """Waits until no rank uses the memory of another one any more. Returns why that is not known of all.
+    """Waits until no rank uses the memory of another one. Returns the error if that is not known for all ranks.
 
-    Raises ValueError on all ranks alike where one still needs its memory, and EPError if this rank's own launches do
-    not end.
+    Raises ValueError on all ranks alike if one still needs its memory, and EPError if launches of this rank do not end.
     """
     has_finished = False
 
@@ -52,13 +51,14 @@ def of_machine(
     *,
     all_came: bool,
 ) -> None:
-    """Releases memory that processes have mapped: lists by rank, with None for what is not mapped here.
+    """Releases memory that processes have mapped.
 
     Raises EPError that names the ranks that still map the memory of this one, which then stays for a later buffer.
 
-    has_ended: whether a rank's process has, so that it maps nothing any more.
-    release_left: gives back what closed buffers of these ranks have left.
-    all_came: whether all ranks have finished; if not, those that are late have little time.
+    memories: lists by rank, with None for memory that is not mapped here.
+    has_ended: returns whether a rank's process has ended, so that it maps nothing.
+    release_left: frees what closed buffers of these ranks have kept.
+    all_came: whether all ranks have finished; if not, late ones are waited for only briefly.
     """
     for of_ranks in memories:
         for rank, memory in enumerate(of_ranks):
@@ -75,13 +75,13 @@ def of_machine(
         )
     for of_ranks in memories:
         of_ranks[rendezvous.rank].release()
-    if set(words.values()) == {MAPS_NOBODY}:  # a rank that maps anything may map that
+    if set(words.values()) == {MAPS_NOBODY}:  # a rank that maps any memory may map what closed buffers have kept
         release_left()
 
 
 def of_network(rendezvous: StoreRendezvous, library: Any, memories: Sequence[Any]) -> None:
-    """Releases symmetric memory, on all ranks in the same order, including that of closed buffers. library:
-    the fabric's extension. Raises EPError on all ranks if that fails or takes too long."""
+    """Releases symmetric memory, also of closed buffers, in the same order on all ranks. library: extension of the
+    fabric. Raises EPError on all ranks if that fails or takes too long."""
     held = {memory.key: memory for memory in memories}
     keys = rendezvous.gather(sorted({*held, *library.left()}), kind=list[bytes] | list[int])
 

@@ -1,7 +1,7 @@
-"""How large a buffer is on a rank: SMs, channels, rings, and the heap that holds them.
+"""Sizes of a buffer on a rank: SMs, channels, rings, and the heap that holds them.
 
-A ring holds a power of two of rows. Where `Tuning` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
-bf16, the widest of the public models), or of `Config.row_bytes` if those are larger.
+A ring holds a power of two of rows. If `Tuning` has no size, it is sized in rows of 14 KiB (H = 7168 in bf16, the
+widest of the public models), or of `Config.row_bytes` if those are larger.
 """
 
 from __future__ import annotations
@@ -10,32 +10,31 @@ from megatron_ep import _C
 from megatron_ep.config import MAX_TOPK, Config, Topology
 from megatron_ep.fabrics.gpu import DEFAULT_SMS
 
-# SMs of the low-latency mode's lines between mapped ranks: at T = 128 on two H200 both ways take 77 us with 24 SMs, 43
-# with 64 and 38 with 128.
+# SMs of the low-latency mode between mapped ranks, with packets with inline flags: at T = 128 on two H200 dispatch and
+# combine take 77 us with 24 SMs, 43 with 64 and 38 with 128.
 LINES_SMS = 64
-# From so many nodes on the normal mode waits for the network card, and with fewer SMs takes hardly longer: at T = 4096
-# both ways 3 % at most, by the predictions that docs/tuning.md names.
+# From MANY_NODES nodes on the normal mode waits for the network card, so that fewer SMs take hardly longer: at T = 4096
+# dispatch and combine take at most 3 % longer, by the predictions in docs/tuning.md.
 MANY_NODES, MANY_NODES_SMS = 8, 16
 WIDEST_ROW_BYTES = 14 << 10
-# Rows of an NVLink ring on a GPU: with two to four its writer and its reader work at the same time, and all rings stay
-# in the L2 cache.
+# Rows of an NVLink ring on a GPU: with two to four its writer and its reader work in parallel, and all rings stay in
+# the L2 cache.
 NVL_ROWS = 4
-# Rows of a network ring, which hide the network's latency: 32, or fewer where all network rings of a rank would take
-# more than RDMA_BYTES. With 16 channels, 8 rows of 14 KiB are 1.8 MB on their way to each node: 37 us at 50 GB/s (400
-# Gbit/s).
+# Rows of a network ring, which hide the network's latency: 32, or fewer if all network rings of a rank would take more
+# than RDMA_BYTES. With 16 channels, 8 rows of 14 KiB are 1.8 MB in flight to each node: 37 us at 50 GB/s (400 Gbit/s).
 MAX_RDMA_ROWS, MIN_RDMA_ROWS = 32, 8
 RDMA_BYTES = 192 << 20
-SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
+SHARED_GPU_RDMA_ROWS = 4  # there is no network latency to hide, and all rings share one cache
 HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
 
 
 def default_sms(topology: Topology) -> int:
-    """SMs of a rank on a GPU for the normal mode, where the config leaves them open."""
+    """Returns the SMs of a rank on a GPU for the normal mode, if the config has none."""
     return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
 
 
 def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> int:
-    """The channels of a buffer on a GPU.
+    """Returns the channels of a buffer on a GPU.
 
     sms: SMs of each rank.
     local_ranks: ranks that share a GPU.
@@ -47,7 +46,7 @@ def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int 
 
 
 def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> _C.Heap:
-    """The heap of a rank on a GPU; see `gpu_channels`."""
+    """Returns the heap of a rank on a GPU; see `gpu_channels`."""
     channels = gpu_channels(topology, config, sms, local_ranks)
     slot = slot_bytes(config)
     rdma_rows = MAX_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
@@ -58,7 +57,7 @@ def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1)
 
 
 def host_heap(topology: Topology, config: Config) -> _C.Heap:
-    """The heap of a rank on the host."""
+    """Returns the heap of a rank on the host."""
     least = NVL_ROWS * slot_bytes(config)
     return _heap(
         topology, config, config.tuning.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
@@ -75,7 +74,7 @@ def slot_bytes(config: Config) -> int:
 
 
 def _heap(topology: Topology, config: Config, channels: int, nvl_ring_bytes: int, rdma_ring_bytes: int) -> _C.Heap:
-    """ring bytes: where the config leaves them open."""
+    """Returns a heap. nvl_ring_bytes, rdma_ring_bytes: sizes of rings if the config has none."""
     return _C.Heap(
         nodes=topology.nodes,
         ranks_per_node=topology.ranks_per_node,

@@ -1,1 +1,1 @@
-"""How bytes reach other ranks: what each fabric needs here, and how it connects them."""
+"""The fabrics that carry bytes between ranks: the requirements of each, and how it connects ranks."""

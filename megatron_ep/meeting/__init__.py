@@ -1,1 +1,1 @@
-"""How ranks meet, hear of each other and part: through a store, and the processes of a machine."""
+"""Communication of ranks outside of fabrics: rendezvous through a store, failure messages, processes of a machine."""

@@ -1,8 +1,8 @@
-"""How ranks that share no memory hear why one of them has given up: the first reason is written to the store that they
-met in, once, and everybody looks there.
+"""Broadcasts the first failure to ranks that share no memory, through the store of their rendezvous. The first reason
+is written there once, and all ranks poll for it.
 
-A thread of its own talks to the store, over a connection of its own: a store that does not answer holds up nobody, and
-is no failure. What it holds is read as a number and three texts, which are shown and nothing else.
+A separate thread uses a separate connection to the store: a store that does not answer delays no call, and is no
+failure. The content is decoded as a number and three texts, which are only displayed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from megatron_ep.meeting import codec
 
 INTERVAL_S = 0.25
-MAX_READERS = 4000  # a second, of one store: more ranks look less often
-ANSWER_S = 1.0  # that a rank with an error waits to learn whether another rank's was first
-END_S = 1.0  # that the thread is waited for when it is stopped
+MAX_READERS = 4000  # reads of a store per second: with more ranks each polls less often
+ANSWER_S = 1.0  # time that a failed rank waits to learn whether another rank failed first
+END_S = 1.0  # time to wait for the thread when it is stopped
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank gave up first.
+    """The first failure: why a rank gave up.
 
     rank, outcome: see `Backend.aborted`.
-    cause: the first line of an error.
-    incident: what one of its roles waited for, see `errors.describe`; "" if that is not known.
+    cause: first line of an error.
+    incident: what one of its roles waited for, see `errors.describe`; "" if that is unknown.
     """
 
     rank: int
@@ -39,18 +39,17 @@ class Failure:
 
 
 class News:
-    """Failure messages of one buffer's ranks, between two resets. Methods do not wait for the store unless they say
-    so."""
+    """The failure messages of a buffer's ranks between two resets. Only `agree` waits for the store."""
 
     def __init__(self, store: dist.Store, world_size: int):
         self._store = store
         self._interval = max(INTERVAL_S, world_size / MAX_READERS)
-        self._lock = threading.Lock()  # for what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._page = 0
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._is_known = threading.Event()
-        self._is_awaited = True  # until the store has not answered
+        self._is_awaited = True  # False once the store has not answered in time
         self._is_over = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_ep news", daemon=True)
@@ -58,16 +57,16 @@ class News:
 
     @property
     def first(self) -> Failure | None:
-        """The first failure since the last reset, if there was one and its news has come."""
+        """The first failure since the last reset, if this rank has received one."""
         return self._first
 
     @property
     def has_own(self) -> bool:
-        """Whether this rank has published, or need not any more."""
+        """Whether this rank has published a failure, or need not because another is known."""
         return self._own is not None or self._first is not None
 
     def publish(self, failure: Failure) -> None:
-        """Unless one is known already."""
+        """Publishes a failure of this rank, unless one is known already."""
         with self._lock:
             if self.has_own:
                 return
@@ -75,21 +74,21 @@ class News:
         self._wake.set()
 
     def agree(self, failure: Failure) -> Failure:
-        """The first one, if the store tells in time, else this one."""
+        """Publishes a failure and returns the first one, or this one if the store does not answer within ANSWER_S."""
         self.publish(failure)
         if self._is_awaited and not self._is_known.wait(ANSWER_S):
             self._is_awaited = False
         return self._first or failure
 
     def turn_page(self) -> None:
-        """With a reset, on all ranks alike: what failed before is over."""
+        """Starts a new epoch at a reset, on all ranks: earlier failures no longer count."""
         with self._lock:
             self._page += 1
             self._own = self._first = None
             self._is_known.clear()
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stops the thread. May be called from any thread."""
         self._is_over = True
         self._wake.set()
         if self._thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""What is asked of torch's process groups."""
+"""Queries of torch's process groups."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_ep.config import MAX_TIMEOUT_S
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float | None:
-    """Seconds after which torch gives up a collective of this group on such a device; None where that cannot be told.
+    """Returns the timeout in seconds of the group's collectives on such a device; None if it is unknown.
 
-    group: None: the default group.
+    group: process group. None: the default group.
     """
     group = group or dist.group.WORLD
     for kind in (device, torch.device("cpu")):
-        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one of another kind
+        with contextlib.suppress(RuntimeError, AttributeError):  # the device has no backend, or one without this option
             seconds = group._get_backend(kind).options._timeout.total_seconds()  # type: ignore[union-attr]
             return min(seconds, MAX_TIMEOUT_S) if seconds > 0 else None
     return None
