@@ -228,9 +228,8 @@ struct LowLatencyHeap {
     //       for every 32 local experts, or fewer at the end: counts[experts], rows of an expert;
     //       tokens[chunks, experts], bits of the tokens that chose an expert;
     //       experts[tokens, K]: what the present tokens chose, at any rank.
-    //     To a mapped rank warps store them in parts: part 0 is the first and the last array, part
-    //     i the
-    //     i-th group of experts. Over a network one warp puts all of it, as part 0 ---
+    //     Warps store them to a mapped rank in parts: part 0 is the first and the last array, part
+    //     i the i-th group of experts. Over a network one warp puts all of it, as part 0 ---
     EP_HD int choice_parts() const { return 1 + (local_experts() + 31) / 32; }
     EP_HD int experts_of_part(int part) const {
         return local_experts_ - 32 * (part - 1) < 32 ? local_experts_ - 32 * (part - 1) : 32;

@@ -5,8 +5,8 @@
 
 namespace ep {
 
-// The lanes of a warp that one thread runs, one after the other: what warps of the host and in
-// virtual time have alike.
+// Lanes that one thread runs one after the other: the common part of warps on the host and in
+// virtual time.
 struct SerialLanes {
     template <class T>
     struct PerLane {
@@ -65,7 +65,7 @@ struct SerialLanes {
     }
 
     static int exclusive_scan(int count, PerLane<int>& values) {
-        uint32_t sum = 0;  // as a GPU, where a sum may be larger than int holds
+        uint32_t sum = 0;  // wraps around, as on a GPU
         for (int lane = 0; lane < count; ++lane)
             values[lane] =
                 static_cast<int>(std::exchange(sum, sum + static_cast<uint32_t>(values[lane])));

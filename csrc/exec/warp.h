@@ -12,39 +12,39 @@
 
 namespace ep {
 
-// Who sees a flag: the roles of one rank, or every rank of the node.
+// Who may acquire a flag: the roles of one rank, or every rank of the node.
 enum class Scope { Rank, System };
 
-// For the bytes that a copy writes, or that a stage or a sum reads. Keep: they are read again soon,
-// as in a ring. EvictFirst: nothing reads them again soon (a row's source, its final place), so
-// they leave the GPU's L2 cache first.
+// How soon the bytes are used again that a copy writes, or that a stage or a sum reads. Keep: soon,
+// as in a ring. EvictFirst: not soon (a row's source, its final place), so they leave the GPU's L2
+// cache first.
 enum class CacheHint { Keep, EvictFirst };
 
-// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values
-// that differ between lanes live in a PerLane; everything else is the same in all lanes. Lambdas
-// get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
+// What executes a role: 32 lanes in step, kLanesAtOnce of which run at the same time. Values that
+// differ between lanes live in a PerLane; everything else is the same in all lanes. Lambdas get the
+// lane and run for lanes [0, count), on a GPU at the same time, on the host one by one.
 //
 // Steps of the lanes
 //   lanes(count, f)                  f(lane) for each lane; ordered before what the warp does next
 //   ballot(count, f)                 the lanes for which f is true, as bits
 //   first_of(count, keys)            the lanes whose key is >= 0 and in no lower lane, as bits
-//   last_of(count, keys)             likewise in no higher lane
+//   last_of(count, keys)             the lanes whose key is >= 0 and in no higher lane, as bits
 //   match(count, keys, equal)        for each lane whose key is >= 0 the lanes with its key, as
 //                                    bits; for the others 0
 //   broadcast(value, lane)           the value of one lane, in all lanes
 //   exclusive_scan(count, values)    prefix sums in place; returns the total
 //
-// Waits. They are bounded: false, or 0, means that the wait ended badly and the role must return
-//   met(count, need)                 need(lane) -> WaitCondition: whether every lane has what it
-//                                    needs, without a wait
-//   wait_all(wait, count, need)      until every lane has
-//   wait_any(wait, count, need)      until some lane has; returns the lanes that have
+// Waits are bounded. false, or 0: the wait ended badly and the role must return
+//   met(count, need)                 whether need(lane), a WaitCondition, is met in all lanes;
+//                                    does not wait
+//   wait_all(wait, count, need)      waits until it is met in all lanes
+//   wait_any(wait, count, need)      waits until it is met in some; returns these lanes
 //   wait_a_while(wait, count, need, ns)
-//                                    until some lane has, for so long at most -> Waited
-//   age()                            nanoseconds since the launch, or its deadline, began
-//   begin_half(role)                 what this warp does from now on, by a deadline of its own
-//   fail(outcome, wait, need)        records an incident and ends the waits of all ranks; those of
-//                                    this rank alone if it is Outcome::CutOff
+//                                    waits until it is met in some, for `ns` at most -> Waited
+//   age()                            nanoseconds since begin_half, or since the launch
+//   begin_half(role)                 this warp's role from now on; its waits share a deadline
+//   fail(outcome, wait, need)        records an incident and ends the waits of all ranks; with
+//                                    Outcome::CutOff those of this rank alone
 //
 // Rows
 //   copy<CacheHint>(dst, src, bytes)
@@ -54,46 +54,44 @@ enum class CacheHint { Keep, EvictFirst };
 //                                    a source and a destination per lane in the mask; the sources
 //                                    were there when the launch before it ended
 //   stage<CacheHint>(src, bytes)     begins to read what the next copy or multicast reads, while
-//                                    the warp finds out where it goes
+//                                    the warp computes where it goes
 //   sum<T, CacheHint>(dst, srcs, mask, count)
 //                                    dst[i] = sum over the lanes in the mask of srcs[lane][i], in
 //                                    lane order, in fp32 (fp64 for fp64)
 //   weighted_sum<T, CacheHint>(dst, srcs, weights, mask, count)
-//                                    the same of weights[lane] * srcs[lane][i]: a product is
-//                                    rounded, then added, also where it is the only one
+//                                    the same of weights[lane] * srcs[lane][i]: each product is
+//                                    rounded before it is added, also a single one
 //   quantize(dsts, mask, src, count, scales_at, format)
-//                                    multicast of a row of bf16 as fp8 (core/float8.h): `count`
-//                                    values to each destination, and scales_at bytes from there
-//                                    their scales
+//                                    multicast of a row of `count` bf16 as fp8 (core/float8.h):
+//                                    values to each destination, scales scales_at bytes after it
 //   zero(dst, bytes)
 //
 // Flags. A scope says who may acquire them
 //   publish<Scope>(flag, value)      a store: an acquire of it sees all that the warp wrote before
-//   publish_lanes<Scope>(count, f)   the same for a flag per lane: f(lane, store) calls
-//                                    store(flag, value) or not
-//   credit<Scope>(flag, value)       a store: when it is seen, the warp is done with all that it
-//                                    read, copied or summed before. What it wrote is in no order
-//   credit_lanes<Scope>(count, f)
-//   acquire<Scope>(flag)             a load: the other half of both
-//   raise(word, least)               by a lane: the word of this rank becomes `least` if it is
-//                                    less. Orders nothing
-//   add(count, n)                    by a lane: adds to a count that no other warp changes
-//   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
-//                                    before, and before what it does next are all who came earlier
-//   take_number(counter)             the same by a lane, of a counter of this rank: adds 1
-//   let_next_launch_come()           by every warp that waits for no other rank any more: a GPU may
-//                                    begin what is launched next, which waits for the end of this
+//   publish_lanes<Scope>(count, f)   a flag per lane: f(lane, store) may call store(flag, value)
+//   credit<Scope>(flag, value)       a store: who sees it knows that the warp has finished all that
+//                                    it read, copied or summed before. Not ordered with its writes
+//   credit_lanes<Scope>(count, f)    a flag per lane, as publish_lanes
+//   acquire<Scope>(flag)             a load, which pairs with publish and credit
+//   raise(word, least)               called by one lane: word = max(word, least), in this rank's
+//                                    memory. Orders nothing
+//   add(count, n)                    called by one lane: adds to a count that no other warp changes
+//   arrive<Scope>(counter, n = 1)    adds n and returns the old value: after all that the warp did
+//                                    before, and what it does next comes after earlier arrivals
+//   take_number(counter)             called by one lane: the same on a counter of this rank, with 1
+//   let_next_launch_come()           called by every warp that waits for no other rank any more: a
+//                                    GPU may begin the next launch, which waits for this one's end
 //   compare_exchange<Scope>(word, from, to)
-//                                    by a lane: stores `to` if the word is `from`. An acquire of
-//                                    the word also sees what the lane had acquired. System scope:
-//                                    used seldom, not every bus has the atomic
+//                                    called by one lane: stores `to` if the word is `from`. An
+//                                    acquire of the word also sees what the lane had acquired.
+//                                    System scope is for rare use: not every bus has the atomic
 //
-// Words and lines, that need no flag: see LinesWarpLike.
+// Words and lines, which have inline flags: see LinesWarpLike.
 
-// How a wait that may go on without what it waits for has ended; badly: the role must return.
+// How a wait with a time limit has ended. Badly: the role must return.
 enum class Waited { Met, Over, Badly };
 
-// For the concept, in which nvcc takes no lambdas.
+// Takes the place of a lambda, which nvcc does not accept in a concept.
 struct PublishNothing {
     template <class Store>
     EP_FN void operator()(int, Store&&) const {}
@@ -143,45 +141,45 @@ concept WarpLike = requires(
     W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };
 
-// Where a rank's lines come from.
+// The lines of a row to receive.
 struct LineSource {
     char* slot;        // the row's first line, in memory of this rank
-    uint64_t tag;      // that they have to have
-    int rank;          // that stores them
-    uint64_t* waited;  // raised to the age at which they were there, if not at once. Or null
+    uint64_t tag;      // that they must have
+    int rank;          // rank that stores them
+    uint64_t* waited;  // raised to the age at which they arrived, if it had to wait; or null
 };
 
-// Rows of lines that are summed once they are there, each lane's own in the mask.
+// Rows of lines that are summed once they arrive, one per lane in the mask.
 template <class W>
 struct RowsToSum {
     typename W::template PerLane<const char*> slot;
-    typename W::template PerLane<int> rank;  // that stores it
+    typename W::template PerLane<int> rank;  // rank that stores it
     uint32_t mask;
-    uint64_t tag;  // that all lines have to have
+    uint64_t tag;  // that all lines must have
 };
 
-// In the place of weights: nothing is multiplied.
+// In place of weights: rows are not multiplied.
 struct Unweighted {};
 
-// What also moves what needs no flag, because it says itself of which call it is.
+// A warp that also moves words and lines, whose inline flags name their call.
 //
 //   transpose(bits)                  bit i of lane j becomes bit j of lane i
-//   store_word(word, value)          by a lane: a store that orders nothing, seen by all ranks
-//   load_word(word)                  by a lane: the load of such a word
+//   store_word(word, value)          called by one lane: a relaxed store, seen by all ranks
+//   load_word(word)                  called by one lane: a relaxed load of such a word
 //   send_lines(slots, mask, src, bytes, lines, tag, scales, plan)
-//                                    these lines of a row of so many bytes to the slot of each lane
-//                                    in the mask, with the row's scales beside them
+//                                    sends these lines of a row of `bytes` bytes, with its scales
+//                                    beside them, to the slot of each lane in the mask
 //   quantize_lines(slots, mask, src, count, lines, tag, format)
-//                                    the same of a row of so many bf16, as fp8 with its scales
+//                                    the same for a row of `count` bf16, as fp8 with its scales
 //   receive_lines(wait, source, lines, dsts, mask, bytes, scales, plan)
-//                                    these lines, once they are there, to the row of each lane in
-//                                    the mask, and its scales. A wait; a mismatch ends it, too
+//                                    waits for these lines and copies them to the row of each lane
+//                                    in the mask, with its scales. A mismatch ends the wait, too
 //   send_sum<T>(slot, srcs, weights, mask, bytes, lines, tag)
-//                                    these lines of the sum of the rows in the mask, to one slot:
-//                                    as sum, or with a PerLane of weights as weighted_sum
+//                                    sends these lines of the sum of the rows in the mask to one
+//                                    slot: as sum, or with a PerLane of weights as weighted_sum
 //   receive_sum<T>(wait, rows, weights, dst, bytes, lines)
-//                                    these lines of such a sum to the row `dst`, once its rows are
-//                                    there. A wait; a mismatch ends it, too
+//                                    waits for these lines of the rows and writes their sum to the
+//                                    row `dst`. A mismatch ends the wait, too
 template <class W>
 concept LinesWarpLike =
     WarpLike<W> &&
@@ -205,7 +203,7 @@ concept LinesWarpLike =
         } -> std::same_as<bool>;
     };
 
-// A lane that takes no part in a wait.
+// For a lane that takes no part in a wait.
 EP_HD WaitCondition nothing_to_wait_for() { return {0, 0, -1}; }
 EP_HD WaitCondition never() { return {0, ~uint64_t{0}, -1}; }
 
@@ -240,12 +238,12 @@ EP_HD int popcount(uint32_t mask) {
 #endif
 }
 
-// Those of the mask that are lower than `lane`.
+// The number of lanes of the mask below `lane`.
 EP_HD int lanes_below(uint32_t mask, int lane) {
     return popcount(mask & ((uint32_t{1} << lane) - 1));
 }
 
-// A word whose value no longer changes, though other warps of this rank may still try to.
+// Loads a word whose value no longer changes, though other warps of this rank may try to.
 EP_HD uint64_t load_decided(const uint64_t* word) {
 #if defined(__CUDA_ARCH__)
     return *word;
@@ -264,7 +262,7 @@ EP_HD uint32_t first_lanes(int count) {
     return count < 32 ? (uint32_t{1} << count) - 1 : ~uint32_t{0};
 }
 
-// f(lane) for every lane of the mask, one after the other, by the whole warp.
+// Calls f(lane), by the whole warp, for every lane of the mask in turn.
 template <class F>
 EP_FN void for_each_lane(uint32_t mask, F&& f) {
     for (; mask; mask &= mask - 1) f(lowest_lane(mask));

@@ -23,19 +23,17 @@ namespace ep {
 //                              change before the reader has acknowledged the data: a put
 //                              may read it late
 //   signal_to(warp, channel, rank, flag, from, to)
-//                              moves that rank's flag from `from`, the last signal's value, to
-//                              `to`;
-//                              a fabric may set it or add to it. Who sees the flag also sees all
-//                              puts that this warp made before in this call on that (channel,
+//                              moves that rank's flag to `to` from `from`, the last signal's
+//                              value; a fabric may set it or add to it. Who sees the flag also sees
+//                              all puts that this warp made before in this call on that (channel,
 //                              rank), and all stores to that rank that it made or acquired
 //   kOrdersWarps               whether a signal also covers puts of other warps and earlier calls
 //   credit_to(warp, channel, rank, flag, from, to)
-//                              a signal for reads: who sees the flag knows that this warp, and
-//                              those
-//                              that it acquired from, are done reading. Not ordered with puts, nor
-//                              with other credits, so a fabric may set the flag instead of adding
-//                              to it only if it keeps its credits in order: otherwise an old one
-//                              could undo a new one
+//                              a signal for reads: who sees the flag knows that this warp, and the
+//                              warps that it acquired from, are done reading. Not ordered with
+//                              puts, nor with other credits, so a fabric may set the flag instead
+//                              of adding to it only if it keeps its credits in order: otherwise an
+//                              old one could undo a new one
 //   acquire_signal<W>(channel, flag)
 //                              called by one lane: an acquire load of this rank's flag, which pairs
 //                              with signal_to and credit_to
@@ -81,9 +79,9 @@ struct FirstChannel {
 //                              the heap says whether it does
 //   maps(rank)                 whether this rank stores to that rank's memory
 //   put_each(warp, lanes, rank, channel_of, dst, src, bytes)
-//                              of each lane in the mask a put to rank[lane] from src[lane], all of
-//                              at most 1 GB, to different ranks to which no memory is mapped, over
-//                              channel_of(rank)
+//                              one put per lane in the mask `lanes`, from src[lane] to rank[lane]
+//                              over channel_of(rank), of at most 1 GB: to different ranks, none of
+//                              which is mapped
 //   signal_each(warp, first, ranks, channel_of, flag, from, to)
 //   credit_each(warp, first, ranks, channel, flag, from, to)
 //                              one signal or credit per lane in the mask `ranks`, to rank

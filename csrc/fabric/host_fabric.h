@@ -10,8 +10,8 @@
 
 namespace ep {
 
-// Ranks of one machine whose heaps are all mapped here: within a process or through POSIX shared
-// memory. Rows take the path that they take on a cluster: between nodes a put is a copy and a
+// Fabric of ranks of one machine, whose heaps are all mapped here: within a process or through
+// POSIX shared memory. Rows take the same path as on a cluster: between nodes a put is a copy and a
 // signal a release store, or both go through a simulated network.
 class HostFabric {
   public:
@@ -114,8 +114,8 @@ class HostFabric {
     SimulatedNetwork* network_;
 };
 
-// The same where nodes are mapped, as between the GPUs of one machine: rows for another node are
-// packed in its ring itself, and to the low-latency mode all ranks are near.
+// HostFabric whose nodes are mapped, like the GPUs of one machine: rows for another node are packed
+// in its ring directly, and the low-latency mode stores to all ranks.
 class MappedHostFabric : public HostFabric {
   public:
     static constexpr bool kMapsAll = true;

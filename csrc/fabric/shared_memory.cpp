@@ -45,7 +45,7 @@ int descriptor_of(const SegmentAddress& address, size_t bytes) {
                                  " is not another rank's shared memory: do the ranks of this "
                                  "machine run in separate containers?");
     }
-    if (!S_ISREG(file.st_mode) || file.st_size < static_cast<off_t>(bytes)) {  // later a SIGBUS
+    if (!S_ISREG(file.st_mode) || file.st_size < static_cast<off_t>(bytes)) {  // or a SIGBUS later
         close(descriptor);
         throw std::runtime_error(path + " has less than " + std::to_string(bytes) + " bytes");
     }

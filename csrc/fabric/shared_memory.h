@@ -6,8 +6,8 @@
 
 namespace ep {
 
-// Where another process of this machine finds a segment. The inode tells a wrong file from the
-// right one.
+// How another process of this machine finds a segment. The inode tells a wrong file from the right
+// one.
 struct SegmentAddress {
     pid_t process;
     int descriptor;
@@ -15,21 +15,21 @@ struct SegmentAddress {
     ino_t inode;
 };
 
-// Zeroed memory of one process, or of several processes of a machine. Unmapped when destroyed.
+// Zeroed memory of one process, or shared by processes of a machine. Unmapped when destroyed.
 class Segment {
   public:
     static Segment anonymous(size_t bytes);
-    // Of more than the machine may have: only what is touched takes memory.
+    // May be larger than the machine's memory: only touched pages take memory.
     static Segment sparse(size_t bytes);
-    // POSIX shared memory that never has a name for longer than it takes to make it, so that no
-    // killed process leaves it behind: others open it through this process's file descriptor. Its
-    // memory is reserved here, so that a full /dev/shm is an error now and not a SIGBUS later.
+    // POSIX shared memory that has a name only while it is made, so that no killed process leaves
+    // it behind: others open it through this process's file descriptor. Its memory is reserved
+    // here, so that a full /dev/shm is an error now and not a SIGBUS later.
     static Segment shared(size_t bytes);
     static Segment open(const SegmentAddress& address, size_t bytes);
-    // Another segment of the same size in this one's place: pointers into it stay good.
+    // Maps another segment of the same size in place of this one: pointers into it stay valid.
     void replace(const SegmentAddress& address);
 
-    // Unmaps it now: nobody may use it any more. Twice is fine.
+    // Unmaps it now. It must not be used any more. May be called twice.
     void release();
 
     Segment(Segment&& other) noexcept;
@@ -38,7 +38,7 @@ class Segment {
 
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
-    // Of a segment that was made by shared().
+    // Only for a segment made by shared().
     SegmentAddress address() const;
 
   private:

@@ -11,16 +11,15 @@
 
 namespace ep {
 
-// A network between the nodes of one process that keeps only the promises a real one makes: puts
+// A network between the nodes of one process that keeps only the promises of a real one: puts
 // arrive late and in any order, a put reads its source when it leaves and not when it was posted,
-// and a signal adds to its flag after the puts before it on its connection have arrived, though not
-// the signals before it; a credit does so at any time. One thread only.
+// and a signal adds to its flag after earlier puts on its connection have arrived, though not after
+// earlier signals; a credit does so at any time. For one thread.
 class SimulatedNetwork : public Network {
   public:
     using Connection = std::array<int, 3>;  // source rank, destination rank, channel
 
-    // lost_signal: which signal or credit never arrives, counted from 1 over the network's life (0:
-    // none).
+    // lost_signal: number of the signal or credit that never arrives, from 1; 0: none.
     explicit SimulatedNetwork(uint64_t lost_signal = 0) : lost_signal_(lost_signal) {}
 
     void put(Connection connection, char* dst, const char* src, size_t bytes);

@@ -42,7 +42,7 @@ template <WarpLike W>
 struct Header {
     typename W::template PerLane<int> expert, index;
     typename W::template PerLane<uint64_t> weight;
-    // The same in all lanes: the token's index on its source rank, and for a row in a slot its tag.
+    // Uniform in all lanes: the token's index on its source rank, and for a row in a slot its tag.
     RowFormat::Stamp stamp;
 };
 

@@ -6,10 +6,10 @@
 
 namespace ep {
 
-// Words for shapes: T tokens, E experts, K choices of a token (top-k). All arrays are contiguous.
+// Shapes: T tokens, E experts, K choices per token (top-k). All arrays are contiguous.
 
-// What the weight of a choice is taken from: sigmoid(logit), the softmax over all experts, or the
-// softmax over the choices.
+// What the weight of a choice is computed from: sigmoid(logit), the softmax over all experts, or
+// the softmax over the choices.
 enum class ScoreFunction : int { Sigmoid = 0, PreSoftmax = 1, PostSoftmax = 2 };
 
 struct RouterConfig {
@@ -19,11 +19,11 @@ struct RouterConfig {
     int group_topk;  // groups that a token may pick from; <= K
     ScoreFunction score;
     bool renormalize;       // divide the weights by their sum (+ 1e-20); PostSoftmax: false
-    double scaling_factor;  // of the weights
+    double scaling_factor;  // factor of the weights
 };
 
-// fp32 and 16-bit logits are computed in fp32 ("real" below), fp64 logits in fp64. Null: not given,
-// or not wanted.
+// fp32 and 16-bit logits are computed in fp32 ("real" below), fp64 logits in fp64. Null: an input
+// that is not given, or an output that is not wanted.
 struct RouterForward {
     int64_t tokens;             // T
     DType dtype;                // of the logits and the dense probs
@@ -49,7 +49,7 @@ struct RouterBackward {
     const void* logits;   // [T, E], as in the forward pass
     const bool* padding;  // [T] | null, as in the forward pass
     const int64_t* ids;   // [T, K], from the forward pass, or its replay_ids
-    bool is_replayed;     // the latter
+    bool is_replayed;     // whether ids are replay_ids
 
     const void* grad_weights;     // [T, K], real | null
     const void* grad_probs;       // [T, E] | null

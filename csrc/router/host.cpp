@@ -23,23 +23,23 @@ namespace ep {
 namespace router {
 namespace {
 
-// Rows times experts below which further threads cost more than they save: some 100 us of work.
+// Rows times experts below which more threads cost more than they save: about 100 us of work.
 constexpr int64_t kMinElements = 1 << 17;
-// Of what a thread takes at once: much less, so that one that gets to run late does little.
+// Elements that a thread takes at once: much fewer, so that one that gets to run late does little.
 constexpr int64_t kElementsAtOnce = 1 << 13;
 
-// A process that was forked has none of OpenMP's threads, and OpenMP would wait for them.
+// A forked process has none of OpenMP's threads, and OpenMP would wait for them.
 const pid_t loaded_by = getpid();
 
-// All or one: OpenMP ends the threads that a smaller team leaves out, and torch's next operator
-// would have to start them again.
+// All threads or one: OpenMP ends the threads that a smaller team leaves out, and torch's next
+// operator would have to start them again.
 int count_threads(int64_t rows, int experts, int max_threads) {
     return rows * experts < kMinElements || getpid() != loaded_by ? 1 : max_threads;
 }
 
-// Calls f(thread, first, last) for pieces of [0, rows), whichever thread is free for the next one.
-// They are the threads of torch's operators: those keep their cores for a while when they have
-// nothing to do, and others would wait for them.
+// Calls f(thread, first, last) for pieces of [0, rows), on whichever thread is free. They are the
+// threads of torch's operators: idle ones keep their cores for a while, and other threads would
+// wait for them.
 template <class F>
 void in_parallel(int64_t rows, int experts, int threads, F f) {
     const int64_t at_once = std::max<int64_t>(1, kElementsAtOnce / experts);
@@ -49,7 +49,7 @@ void in_parallel(int64_t rows, int experts, int threads, F f) {
         while ((first = taken.fetch_add(at_once, std::memory_order_relaxed)) < rows)
             f(thread, first, std::min(first + at_once, rows));
     };
-#if defined(__SANITIZE_THREAD__)  // does not see how OpenMP's threads wait for each other
+#if defined(__SANITIZE_THREAD__)  // TSan does not see how OpenMP's threads wait for each other
     std::vector<std::jthread> others;
     for (int thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
     work(0);
@@ -78,7 +78,8 @@ EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForwa
     with_type(args.dtype, [&]<class T>() { forward_rows_of<T>(config, args, first, last); });
 }
 
-// Of a row its choices alone are read, here and there: without this most of the time is their wait.
+// Prefetches a row's choices, the only scattered loads: waiting for them would take most of the
+// time.
 template <class Storage>
 void fetch_choices(const RouterConfig& config, const RouterBackward& args, int64_t row) {
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;

@@ -14,7 +14,7 @@ struct Choice {
     int index;
 };
 
-// Team::take_top (team.h): writes count choices.
+// See Team::take_top (team.h). Writes `count` choices.
 void take_top(int32_t* keys, int n, int count, Choice<int32_t>* choices);
 void take_top(int64_t* keys, int n, int count, Choice<int64_t>* choices);
 
@@ -57,7 +57,7 @@ struct HostTeam {
         return from_key<R>(largest);
     }
 
-    // Two at most, as most models have it, in one pass: the two largest of each lane, then of all.
+    // Up to two, as in most models, take one pass: the two largest of each lane, then of all lanes.
     template <class R>
     R sum_top(const Key<R>* keys, int n, int count) {
         if (count > 2) return sum_top_by_counting<R>(*this, keys, n, count);

@@ -9,11 +9,11 @@
 
 namespace ep::router {
 
-constexpr int kMaxWarps = 4;  // of a block
+constexpr int kMaxWarps = 4;  // per block
 constexpr int kMaxThreads = 32 * kMaxWarps;
 
-// The arrays of a row's scratch, one behind the other in a warp's part of shared memory. All
-// element types have 4 or 8 bytes: who takes the wide ones first keeps every array aligned.
+// Divides a warp's part of shared memory into the arrays of a row's scratch. All element types have
+// 4 or 8 bytes, so taking the wide ones first keeps every array aligned.
 class ScratchArrays {
   public:
     __device__ explicit ScratchArrays(unsigned char* memory) : memory_(memory) {}
@@ -29,7 +29,7 @@ class ScratchArrays {
     unsigned char* memory_;
 };
 
-// A warp takes a row. bytes_per_warp: of shared memory, see `forward_bytes` and `backward_bytes`.
+// One warp per row. bytes_per_warp: of shared memory, see `forward_bytes` and `backward_bytes`.
 
 template <class Storage>
 __global__ void __launch_bounds__(kMaxThreads)

@@ -4,13 +4,13 @@
 // not inlined.
 //
 // No contraction to fused multiply-adds: every clone and machine computes the same bits, and so
-// makes the same choices. No trapping math: nobody reads the floating-point exception flags, and
-// keeping them would keep loops from vectorising.
+// makes the same choices. No trapping math: the floating-point exception flags are not read, and
+// keeping them would prevent vectorization.
 #pragma GCC optimize("fp-contract=off", "no-trapping-math")
 
-// Compiled for AVX-512 and AVX2 besides the baseline, chosen when the library is loaded; "flatten"
-// carries the choice into all that is called. Not under ThreadSanitizer, whose run time is not up
-// yet at that moment.
+// Compiles for AVX-512 and AVX2 besides the baseline, chosen when the library is loaded; "flatten"
+// carries the choice into all that is called. Not under ThreadSanitizer, whose runtime is not
+// initialized at that moment.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define EP_ROUTER_CLONES \
     __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"), flatten))

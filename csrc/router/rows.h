@@ -1,6 +1,6 @@
 #pragma once
 
-// The formulas of a row, forward and backward, over a Team.
+// The router's formulas for one row, forward and backward, over a Team.
 
 #include "core/row.h"
 #include "router/args.h"
@@ -9,7 +9,7 @@
 
 namespace ep::router {
 
-// Added to every sum that divides, as in Megatron-Core.
+// Added to every divisor that is a sum, as in Megatron-Core.
 constexpr double kEpsilon = 1e-20;
 
 // out[i] = softmax(f(0), ..., f(n - 1))[i]. As in torch, all are NaN with a NaN or +inf among them,
@@ -28,8 +28,8 @@ EP_FN void divide_by_sum(Team& team, int n, R* values) {
     team.each(n, [=](int i) { values[i] /= total; });
 }
 
-// Whether an earlier choice of the token names the same expert, as only replayed ones may: the
-// first stands for all of them.
+// Whether an earlier choice of the token names the same expert, which only replayed choices may:
+// the first stands for all of them.
 template <class Id>
 EP_FN bool is_repeated(const Id* ids, int k) {
     for (int j = 0; j < k; ++j) {
@@ -38,7 +38,7 @@ EP_FN bool is_repeated(const Id* ids, int k) {
     return false;
 }
 
-// scores[e]: what an expert is chosen by, before the bias, and what its weight is made of.
+// scores[e]: what experts are chosen by (before the bias), and what weights are computed from.
 template <class Team, class Storage, class R>
 EP_FN void score_experts(Team& team, const RouterConfig& config, const Storage* logits, R* scores) {
     if (config.score == ScoreFunction::Sigmoid) {
@@ -60,8 +60,8 @@ struct ForwardScratch {
     int32_t* id;        // [kMaxTopk]
 };
 
-// Takes the experts of all but the best groups out of the choice. A group's score is the sum of its
-// best topk / group_topk scores.
+// Excludes the experts of all but the best groups. A group's score is the sum of its best topk /
+// group_topk scores.
 template <class Team, class R>
 EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const ForwardScratch<R>& s) {
     const int group_size = config.experts / config.groups;
@@ -78,7 +78,7 @@ EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const Forwar
     }
 }
 
-// s.id from s.score.
+// Computes s.id from s.score.
 template <class Team, class R>
 EP_FN void choose(Team& team, const RouterConfig& config, const float* bias,
                   const ForwardScratch<R>& s) {
@@ -94,7 +94,7 @@ EP_FN void choose(Team& team, const RouterConfig& config, const float* bias,
                   [&](int rank, int e) { team.once([&] { s.id[rank] = e; }); });
 }
 
-// s.weight from s.id and s.score; 0 where there is no expert.
+// Computes s.weight from s.id and s.score; 0 where there is no expert.
 template <class Team, class R>
 EP_FN void weigh(Team& team, const RouterConfig& config, const ForwardScratch<R>& s) {
     const int32_t* const ids = s.id;
@@ -161,8 +161,9 @@ EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForwa
     }
 }
 
-// Of repeated choices the first keeps its place. Nobody has looked at the ids, for which the host
-// would wait: one that is none stays in them, as dispatch refuses it, and makes all weights NaN.
+// Finishes a row of replayed choices. Of repeated ones the first keeps its place. The ids were not
+// checked, which would make the host wait: an invalid one stays, so that dispatch rejects it, and
+// makes all weights NaN.
 template <class Team, class R>
 EP_FN void finish_replay(Team& team, const RouterConfig& config, const int64_t* replay,
                          int64_t* ids, R* weights, const ForwardScratch<R>& s) {
@@ -240,8 +241,8 @@ EP_FN void divide_by_sum_gradient(Team& team, int n, const R* x, R* grad) {
     team.each(n, [=](int i) { grad[i] = (grad[i] - mean) / total; });
 }
 
-// s.choice_grad from the gradients of the weights and of the dense probs; of repeated choices the
-// first has that of all.
+// Computes s.choice_grad from the gradients of the weights and of the dense probs; the first of
+// repeated choices gets that of all.
 template <class Storage, class Team>
 EP_FN void choice_gradients(Team& team, const RouterConfig& config, const RouterBackward& args,
                             int64_t row, const Storage* logits,
@@ -258,8 +259,8 @@ EP_FN void choice_gradients(Team& team, const RouterConfig& config, const Router
     team.each(config.topk, [=](int k) {
         const bool exists = ids[k] >= 0 && ids[k] < config.experts;
         const int32_t id = s.id[k] = exists ? static_cast<int32_t>(ids[k]) : -1;
-        int first =
-            is_replayed ? 0 : k;  // as in Megatron's scatter, whose gradient all of them get
+        // As in Megatron's scatter, repeated choices all get the gradient of the first.
+        int first = is_replayed ? 0 : k;
         while (ids[first] != ids[k]) ++first;
         R grad = 0;
         if (id >= 0 && grad_weights) grad += grad_weights[first];
@@ -291,7 +292,7 @@ EP_FN void choice_gradients(Team& team, const RouterConfig& config, const Router
     });
 }
 
-// Scores of which only the choices' have a gradient.
+// Writes the gradient if only the choices' scores have one.
 template <class Storage, class Team>
 EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, bool is_replayed,
                                  Storage* out, const BackwardScratch<Real<Storage>>& s) {
@@ -304,7 +305,7 @@ EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, bool is
     });
 }
 
-// Every expert's score has a gradient: it entered a softmax or the scores of the auxiliary loss.
+// Writes it if every score has one: it entered a softmax or the scores of the auxiliary loss.
 template <class Storage, class Team>
 EP_FN void write_dense_gradient(Team& team, const RouterConfig& config, bool is_replayed,
                                 const Real<Storage>* grad_aux_scores, Storage* out,

@@ -17,8 +17,8 @@ K find_largest(const K* keys, int n) {
     return largest;
 }
 
-// The lowest index that holds `key`, as a minimum over all: a search that stops early does not
-// vectorise.
+// The lowest index that holds `key`, as a minimum over all: a search with an early exit does not
+// vectorize.
 template <class K>
 int find(const K* keys, int n, K key) {
     int lowest = n;
@@ -29,8 +29,8 @@ int find(const K* keys, int n, K key) {
     return lowest;
 }
 
-// A tournament: the largest key of each block is at hand, so that taking one looks at those and at
-// one block.
+// A tournament: the largest key of each block is kept, so that taking one looks at those and at one
+// block.
 template <class K>
 void take_top_by_blocks(K* keys, int n, int count, Choice<K>* choices) {
     constexpr int kMaxBlocks = 64;
@@ -52,8 +52,8 @@ void take_top_by_blocks(K* keys, int n, int count, Choice<K>* choices) {
     }
 }
 
-// Few keys, as those of groups: each one's rank, against all of them at once. Not measured: chosen
-// as the 32-bit keys of one AVX-512 register.
+// Ranks few keys, such as those of groups, by comparing each with all. The limit is not measured:
+// it is the 32-bit keys of one AVX-512 register.
 constexpr int kFew = 16;
 
 template <class K>

@@ -1,7 +1,7 @@
 #pragma once
 
-// Who computes a row. The formulas (rows.h) are written once, over a Team: the host's is one
-// thread whose loops are vectorised, CUDA's is a warp.
+// A Team computes a row. The formulas (rows.h) are written once, over a Team: the host's is one
+// thread whose loops are vectorized, CUDA's is a warp.
 //
 //   each(n, f)                    f(i) for every i in [0, n), in any order
 //   once(f)                       f() by one member
@@ -14,7 +14,7 @@
 //                                 count <= n
 //   increment(counter)            adds 1 to a counter that all teams share
 //
-// What a member writes in one of these is there for all members when the next one begins.
+// What a member writes in one of these is visible to all members when the next one begins.
 
 #include "router/number.h"
 
@@ -26,8 +26,8 @@ struct KeyCount {
     K next;
 };
 
-// sum_top, of a team that can tell how many keys equal k, and the largest key below it (kNoKey when
-// there is none): count_and_next(keys, n, k). Where keys are does not matter, so equal ones are
+// sum_top for a team that can count: count_and_next(keys, n, k) returns how many keys equal k, and
+// the largest key below it (kNoKey: none). Where keys are does not matter, so equal ones are
 // counted.
 template <class R, class Team>
 EP_FN R sum_top_by_counting(Team& team, const Key<R>* keys, int n, int count) {

@@ -63,7 +63,7 @@ struct WarpTeam {
         return {__reduce_add_sync(kAll, count), warp_max(next)};
     }
 
-    // A tournament of the lanes: only the lane whose key was taken looks for its next best one.
+    // A tournament of the lanes: only the lane whose key was taken searches for its next best one.
     template <class K, class F>
     __device__ void take_top(K* keys, int n, int count, F f) {
         K key;

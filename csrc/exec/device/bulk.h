@@ -12,27 +12,27 @@
 
 namespace ep {
 
-// One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a
-// buffer: many bytes under way, none of them in registers.
+// One warp's share of shared memory, through which the SM's copy engine moves rows, one chunk per
+// buffer: many bytes are in flight, none of them in registers.
 //
-// The engine works in the async proxy, which sees memory apart from the warp's loads and stores:
-//   - a fence stands between what this warp has acquired and what the engine reads, or it might
-//     read what lay there before;
-//   - `wait_written` stands between what the engine writes and a flag that promises it, or a reader
+// The engine works in the async proxy, which is not ordered with the warp's loads and stores:
+//   - a fence separates what this warp has acquired from what the engine reads, which might
+//     otherwise be what lay there before;
+//   - `wait_written` separates what the engine writes from a flag that promises it, or a reader
 //     might find the old bytes;
-//   - what the engine writes is issued only after the wait for credit, when the slot's readers are
+//   - the engine's writes are issued only after the wait for credit, when the slot's readers are
 //     done.
 struct BulkBuffers {
-    // The buffers of 16 warps fill an SM. Few and large: the engine takes long over small chunks.
+    // The buffers of 16 warps fill an SM. Few and large: the engine is slow on small chunks.
     static constexpr uint32_t kChunkBytes = 7168;
     static constexpr int kBuffers = 2;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
     uint64_t pieces_filled;
-    char few_weights[96];  // of rows that are summed: what alignment leaves free
-    uint64_t done;         // in the block's first: how many warps wait for no rank any more
+    char few_weights[96];  // of few rows that are summed; takes what alignment leaves free
+    uint64_t done;  // in the block's first buffers: number of warps that wait for no rank any more
 
-    // By one warp, once, before use: its lanes meet before any of them waits at a barrier.
+    // Called by one warp, once, before use: its lanes meet before any of them waits at a barrier.
     __device__ __forceinline__ void init() {
         if (rows::lane_id() == 0) {
             for (uint64_t& barrier : filled) ptx::barrier_init(&barrier, 1);
@@ -42,10 +42,10 @@ struct BulkBuffers {
     }
 };
 
-// Everything aligned to 16 bytes.
+// Moves rows through BulkBuffers. Addresses and sizes are multiples of 16 bytes.
 class BulkCopier {
   public:
-    // Below, loads and stores have less to wait for. Not measured: chosen as two vectors of a lane.
+    // Below, loads and stores have less to wait for. Not measured: chosen as two vectors per lane.
     static constexpr size_t kMinBytes = 1024;
 
     __device__ __forceinline__ explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
@@ -59,8 +59,8 @@ class BulkCopier {
         stage_chunks<hint, BulkBuffers::kBuffers - 1>();
     }
 
-    // Each lane's own destination in the mask gets the row, which is read once. Returns when it has
-    // been read.
+    // Copies a row, which is read once, to the destination of each lane in the mask. Returns when
+    // it has been read.
     template <CacheHint hint>
     __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
                                               size_t bytes) {
@@ -71,7 +71,7 @@ class BulkCopier {
         });
     }
 
-    // The same of bf16 as fp8: the first half of each buffer becomes what is written.
+    // Does the same with bf16 as fp8: the first half of each buffer becomes what is written.
     __device__ __forceinline__ void quantize(void* own_dst, uint32_t mask, const void* src,
                                              uint32_t count, uint32_t scales_at,
                                              ScaleFormat format) {
@@ -80,7 +80,8 @@ class BulkCopier {
         char* out = static_cast<char*>(own_dst);
         for_each_chunk(src, 2 * count, [&](char* part, uint32_t done, uint32_t size) {
             const float scale = rows::quantize_shared(part, size / 2, format);
-            // Between these stores and the engine's reads, or it might read what was there before.
+            // Orders these stores before the engine's reads, which might find what was there
+            // before.
             ptx::fence_proxy_async_shared();
             __syncwarp();
             if (writes) ptx::bulk_store<false>(out + done / 2, part, size / 2);
@@ -89,9 +90,9 @@ class BulkCopier {
         });
     }
 
-    // A row of each lane in the mask, which was there when the launch before it ended, to that
-    // lane's own destination. A buffer holds several, or a part of one: while those of one are
-    // written those of the other are read.
+    // Copies a row of each lane in the mask, which was there when the previous launch ended, to
+    // that lane's destination. A buffer holds several rows or a part of one, and one buffer is read
+    // while the other is written.
     template <CacheHint hint>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {
@@ -128,21 +129,20 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // Gives up what was staged.
+    // Discards what was staged.
     __device__ __forceinline__ void drop() {
         for (; emptied_ != filled_; ++emptied_) {
             wait_filled();
-            ptx::bulk_commit();  // a group a chunk, as `fill` counts them
+            ptx::bulk_commit();  // one group per chunk, as `fill` counts them
         }
         left_ = 0;
         __syncwarp();
     }
 
-    // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The
-    // pieces lie side by side in the buffers, as large as they can be: while this warp waits for
-    // them the others of its SM add theirs. Behind them lie the weights, if any, in the buffers
-    // only if they are many: a shuffle would not do, because the lanes beyond a piece's end do not
-    // take part in its loop.
+    // Sums the rows of the lanes in the mask, in lane order, a piece of each at a time. The pieces
+    // lie side by side in the buffers, as large as they can be: while this warp waits for them the
+    // others of its SM add theirs. Weights follow the pieces, in the buffers only if they are many.
+    // A shuffle would not do, because lanes beyond a piece's end take no part in its loop.
     template <class T, CacheHint hint, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
@@ -171,8 +171,9 @@ class BulkCopier {
         for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);
     }
 
-    // The same as lines, of rows that may lie anywhere. Of few lines, of one row alone, or of more
-    // rows than the buffers hold a piece of, the registers of the lanes hold enough at once.
+    // Sums rows, which may lie anywhere, and sends the sum as lines. Few lines, a single row, or
+    // more rows than the buffers hold a piece of, are summed in registers, which then hold enough
+    // at once.
     template <class T, class Weight>
     __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
                                              uint32_t mask, uint32_t bytes, const Lines& lines,
@@ -201,19 +202,19 @@ class BulkCopier {
         for_each_piece<kStep, CacheHint::EvictFirst>(own_part, own_weight, mask, here, add);
     }
 
-    // By every lane, whose writes are its own: before any lane releases what was copied, and before
-    // the kernel ends.
+    // Called by every lane, whose writes are its own: before any lane releases what was copied, and
+    // before the kernel ends.
     __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
 
   private:
     static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
-    // The most rows of which a piece of kUnit bytes each fits into the buffers, before weights.
+    // Most rows of which the buffers hold a piece of kUnit bytes each, without weights.
     template <uint32_t kUnit>
     static constexpr int kMostRows = (sizeof(BulkBuffers::data) - kWeightBytes) / kUnit;
 
-    // add(bytes before, bytes, the rows' pieces, their weights, how many, from one to the next): a
-    // piece of all rows in the mask, at most kMostRows<kUnit>, which is there. Pieces are multiples
-    // of kUnit, but for the last.
+    // Calls add(bytes before, bytes, the rows' pieces, their weights, how many, stride) for a piece
+    // of all rows in the mask, at most kMostRows<kUnit>, once it has arrived. Pieces are multiples
+    // of kUnit, except for the last.
     template <uint32_t kUnit, CacheHint hint, class Weight, class Add>
     __device__ __forceinline__ void for_each_piece(const void* own_src, Weight own_weight,
                                                    uint32_t mask, uint32_t bytes, Add&& add) {
@@ -248,7 +249,7 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // Rows' weights side by side, in the order of their lanes: there once these have met.
+    // Stores rows' weights side by side, in lane order. They are visible once the lanes have met.
     __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, char*, bool, uint32_t) {
         return {};
     }
@@ -258,13 +259,13 @@ class BulkCopier {
                                                                  uint32_t own_row) {
         auto* first = reinterpret_cast<Weight*>(place);
         if (takes_part) ptx::store_shared(first + own_row, own);
-        // Between these stores and a later copy of rows to the same place, or the copy might come
+        // Orders these stores before a later copy of rows to the same place, or the copy might come
         // first and the weights lie in the row.
         ptx::fence_proxy_async_shared();
         return {first};
     }
 
-    // f(buffer, bytes before it, bytes in it) for each chunk of a row, once it is there.
+    // Calls f(buffer, bytes before it, bytes in it) for each chunk of a row, once it has arrived.
     template <class F>
     __device__ __forceinline__ void for_each_chunk(const void* src, size_t bytes, F&& f) {
         if (filled_ == emptied_) stage<CacheHint::Keep>(src, bytes);
@@ -273,7 +274,7 @@ class BulkCopier {
             f(buffer(emptied_), done, chunk(bytes - done));
             ptx::bulk_commit();
             ++emptied_;
-            // the buffer before this one, whose writes are older
+            // refill the buffer before this one, whose writes are older
             if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<CacheHint::Keep, 1>();
         }
         __syncwarp();
@@ -293,7 +294,7 @@ class BulkCopier {
         }
     }
 
-    // Into the oldest buffer first: its writes are done while those of the kYounger others may
+    // Fills the oldest buffer first: its writes are done while those of the kYounger others may
     // still read theirs.
     template <CacheHint hint, int kYounger>
     __device__ __forceinline__ void stage_chunks() {
@@ -320,12 +321,11 @@ class BulkCopier {
     }
 
     BulkBuffers& buffers_;
-    const char* in_ = nullptr;  // what is read next of the row that was staged
+    const char* in_ = nullptr;  // next part of the staged row
     uint32_t left_ = 0;
-    uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the
-                           // barriers' parity
+    uint32_t filled_ = 0;  // chunks over the warp's life: buffer number, parity of its barrier
     uint32_t emptied_ = 0;
-    uint32_t sums_ = 0;  // pieces of sums, for the parity of theirs
+    uint32_t sums_ = 0;  // pieces of sums, for the parity of their barrier
 };
 
 }  // namespace ep

@@ -9,37 +9,37 @@
 
 namespace ep {
 
-// What the warps of a rank need to know to wait, to give up and to say so.
+// What the warps of a rank need in order to wait, to give up and to report it.
 struct DeviceRank {
     int rank;
     int num_reachable;
-    uint64_t timeout_ns;  // of every single wait
-    // In the rank's own heap: `abort` is what waits poll, the count gives incidents their place.
+    uint64_t timeout_ns;  // of each wait
+    // Lies in the rank's heap. Waits poll `abort`; the count gives incidents their place.
     ControlBlock* control;
-    // In memory of the host: what it sees of them, while a kernel runs and after.
+    // Lies in host memory: what the host sees of them, during a kernel and after.
     ControlBlock* report;
-    uint64_t** abort_words;  // of the ranks whose memory this one can write, its own among them
+    uint64_t** abort_words;  // of the ranks whose memory this one can write, itself included
     uint64_t* waited;        // [world], ns, see Heap
-    // Whether the abort word of the report ends waits, too: for a host that hears of ranks on other
+    // Whether the report's abort word ends waits, too: for a host that hears of ranks on other
     // machines.
     bool hears_report;
 };
 
 #if defined(__CUDACC__)
 
-// Memory of the host sees no atomics, which not every bus has: all who write this word tell the
-// same reason.
+// Reports the abort word by a store, because not every bus has atomics on host memory: all writers
+// of the word give the same reason.
 __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
 }
 
-// By one thread: makes all waits of all ranks in reach end as the word says.
+// Ends all waits of all reachable ranks as the word says. Called by one thread.
 __device__ __forceinline__ void abort_all(const DeviceRank& rank, uint64_t word) {
     for (int i = 0; i < rank.num_reachable; ++i)
         ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
 }
 
-// Whether the host has heard that somebody gave up, which is passed on. Not inlined: every wait
+// Whether the host has heard that a rank gave up, which is then passed on. Not inlined: every wait
 // would pay for it with registers.
 __device__ __noinline__ inline bool has_heard(const DeviceRank& rank) {
     const uint64_t word = ptx::load_acquire_sys(&rank.report->abort);
@@ -47,15 +47,15 @@ __device__ __noinline__ inline bool has_heard(const DeviceRank& rank) {
     return word != 0;
 }
 
-// By a lane that waits, now and then: whether somebody gave up.
+// Whether a rank gave up. Called from time to time by a lane that waits.
 __device__ __forceinline__ bool has_ended(const DeviceRank& rank) {
     return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));
 }
 
-// By one thread: makes all waits of all ranks in reach end, or of this one if only it is concerned,
-// and tells the host. A rank that finds the abort word can read the incident.
+// Ends all waits of all reachable ranks, with CutOff those of this one alone, and tells the host.
+// Called by one thread. A rank that finds the abort word can read the incident.
 __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident incident) {
-    // Counted on the GPU: a captured launch brings the same number each time.
+    // The GPU's count: a captured launch has the same number in its arguments each time.
     const bool is_transfer = incident.role >= Role::NvlSender && incident.role <= kLastOfTransfers;
     const bool has_waited =
         incident.outcome == Outcome::Timeout || incident.outcome == Outcome::Aborted;
@@ -79,8 +79,8 @@ __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident inc
     report_abort(rank);
 }
 
-// By a warp, before it takes part in anything: whether an earlier launch failed, here or elsewhere,
-// and left the rings unusable.
+// Whether an earlier launch failed, here or elsewhere, and left the rings unusable. Called by a
+// warp before it takes part in anything.
 __device__ __forceinline__ bool is_aborted(const DeviceRank& rank) {
     const bool aborted =
         __shfl_sync(0xffffffffu, ptx::load_acquire_sys(&rank.control->abort) != 0, 0);

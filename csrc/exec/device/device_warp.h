@@ -31,7 +31,7 @@ class DeviceWarp {
     __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role,
                                           int channel, BulkBuffers& buffers)
         : rank_(rank), call_(call), role_(role), channel_(channel), bulk_(buffers) {}
-    // Nothing that the copy engine does for this warp outlives it.
+    // Waits for the copy engine: nothing that it does for this warp outlives the warp.
     __device__ __forceinline__ ~DeviceWarp() {
         bulk_.drop();
         finish_writes();
@@ -92,8 +92,8 @@ class DeviceWarp {
         return __shfl_sync(kAll, sum, 31);
     }
 
-    // Of blocks of 16 x 16 bits those beside the diagonal change places, then within each block
-    // those of 8 x 8, and so on.
+    // Swaps the blocks of 16 x 16 bits beside the diagonal, then within each block those of 8 x 8,
+    // and so on.
     __device__ __forceinline__ void transpose(PerLane<uint32_t>& bits) {
         uint32_t low = 0xffff;  // the bits of the left blocks
 #pragma unroll
@@ -228,13 +228,13 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    // Between this warp's reads of a slot and the producer's next write to it: were the flag seen
-    // first, the producer would overwrite a row that is still being read.
+    // Orders this warp's reads of a slot before the producer's next write to it: if the flag were
+    // seen first, the producer would overwrite a row that is still being read.
     //
-    // Relaxed, where PTX's memory model wants a release, which would also wait for all that the
-    // warp has written. Enough on the hardware: a warp issues in order, so a load whose value it
-    // has used is over, and what the copy engine read has been waited for. A warp that acquires
-    // this flag and stores another one passes that on.
+    // The store is relaxed. PTX's memory model wants a release, which would also wait for all that
+    // the warp has written. Relaxed is enough on the hardware: a warp issues in order, so a load
+    // whose value it has used is over, and what the copy engine read has been waited for. A warp
+    // that acquires this flag and stores another one passes that on.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0)
@@ -260,7 +260,7 @@ class DeviceWarp {
         ptx::max_gpu(word, least);
     }
 
-    // What it was is not read: nothing waits for it.
+    // The old value is not read, so nothing waits for it.
     static __device__ __forceinline__ void add(int32_t* count, int32_t n) {
         ptx::add_gpu(count, n);
     }
@@ -275,13 +275,13 @@ class DeviceWarp {
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
     }
 
-    // By all threads of a block, at its start.
+    // Called by all threads of a block, at its start.
     static __device__ __forceinline__ void begin_block() {
         if (threadIdx.x == 0) done_of_block() = 0;
         __syncthreads();
     }
 
-    // Only the block's last warp does it: one does it for all of its block, and blocks of the next
+    // Only the block's last warp executes it: one does for all of its block, and blocks of the next
     // launch take room that other streams, and so other ranks, may wait for.
     static __device__ __forceinline__ void let_next_launch_come() {
         if constexpr (Architecture::kHasEarlyLaunches) {
@@ -372,15 +372,15 @@ class DeviceWarp {
         return true;
     }
 
-    // From now on the timeout is that of all waits together.
+    // From now on the timeout applies to all waits together.
     __device__ __forceinline__ void begin_half(Role role) {
         role_ = role;
         deadline_start_ = ptx::globaltimer();
     }
 
-    // Between what the copy engine wrote for this warp and a flag that promises it: the engine's
-    // writes are in no order with the warp's stores, so a reader might see the flag first. Publish
-    // does this itself; a fabric that releases flags by other means has to.
+    // Waits for what the copy engine wrote for this warp, before a flag that promises it: the
+    // engine's writes are not ordered with the warp's stores, so a reader might see the flag first.
+    // publish() calls this; a fabric that releases flags by other means must call it.
     __device__ __forceinline__ void finish_writes() {
         bulk_.wait_written();
         __syncwarp();
@@ -400,7 +400,7 @@ class DeviceWarp {
         return bytes >= Copier::kMinBytes;
     }
 
-    // The roles of a rank may run on different SMs of its GPU.
+    // Scope::Rank is the whole GPU, because roles of a rank may run on different SMs.
     template <Scope scope, class Instruction>
     static __device__ __forceinline__ constexpr Instruction* of_scope(Instruction* gpu,
                                                                       Instruction* sys) {
@@ -443,7 +443,7 @@ class DeviceWarp {
         return weights.value;
     }
 
-    // The lane's units of lines [first, end), at most so many, as they are now.
+    // Loads the lane's units of up to kLinesAtOnce * kGroups lines [first, end), as they are now.
     template <int kGroups>
     static __device__ __forceinline__ void look_at(const char* slot, int first, int end,
                                                    uint4 (&units)[kGroups]) {
@@ -457,7 +457,7 @@ class DeviceWarp {
         }
     }
 
-    // The same, which the lane has looked at once, when all of them are there.
+    // Waits until all of these lines have arrived. The caller has loaded them once.
     template <int kGroups>
     __device__ __forceinline__ bool await_lines(Wait wait, const LineSource& source, int first,
                                                 int end, uint4 (&units)[kGroups]) {
@@ -492,15 +492,15 @@ class DeviceWarp {
         return false;
     }
 
-    // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes
-    // from `count` on need `other`. over: set, instead of giving up, after max_ns or with the
-    // deadline.
+    // Polls until enough(lanes whose need is met) holds. Returns these lanes; 0 if the wait ended
+    // badly. Lanes from `count` on need `other`. over: set, instead of giving up, after max_ns or
+    // with the deadline.
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
                                              const WaitCondition& other, uint64_t max_ns = 0,
                                              bool* over = nullptr) {
         uint64_t start = deadline_start_;
-        uint64_t began = 0;  // only a wait that lasts is measured: one that does not costs nothing
+        uint64_t began = 0;  // only a wait that lasts is measured: a short one costs nothing
         int peer = -1;
         for (uint32_t polls = 1;; ++polls) {
             const WaitCondition mine = lane_id() < count ? need(lane_id()) : other;
@@ -534,7 +534,7 @@ class DeviceWarp {
         }
     }
 
-    // By every lane: what it was still waiting for when the wait was last looked at.
+    // Called by every lane: adds the wait to that for the rank it was last waiting for.
     __device__ __forceinline__ void note_wait(int peer, uint64_t began) const {
         if (peer >= 0 && peer != rank_.rank)
             ptx::add_sys(rank_.waited + peer, ptx::globaltimer() - began);
@@ -557,7 +557,7 @@ class DeviceWarp {
     uint64_t call_;
     Role role_;
     int channel_;
-    uint64_t deadline_start_ = 0;  // 0: each wait has its own
+    uint64_t deadline_start_ = 0;  // 0: each wait has its own deadline
     Copier bulk_;
 };
 

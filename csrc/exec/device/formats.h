@@ -6,10 +6,10 @@
 #include "exec/device/architecture.h"
 #include "exec/device/ptx.h"
 
-// Two numbers at once: by an instruction, or the same bits in software.
+// Conversions of two numbers at once: by an instruction, or the same bits in software.
 namespace ep::rows {
 
-// Larger numbers than e4m3 has become its largest.
+// Numbers larger than e4m3 has become its largest.
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
     if constexpr (Architecture::kHasFloat8) {
         return ptx::pack_e4m3(low, high);
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
     }
 }
 
-// To two of fp16, which has room for them all.
+// Converts to two fp16, which has room for all of e4m3.
 __device__ __forceinline__ uint32_t unpack_e4m3(uint16_t pair) {
     if constexpr (Architecture::kHasFloat8) {
         return ptx::unpack_e4m3(pair);
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t unpack_e4m3(uint16_t pair) {
     }
 }
 
-// Of each half by itself.
+// The maximum of each half.
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
     if constexpr (Architecture::kHasPackedMax) {
         return ptx::max_u16x2(a, b);

@@ -11,18 +11,18 @@
 #include "exec/device/rows.h"
 #include "exec/device/sums.h"
 
-// Lines: eight neighbouring lanes store or load one by one instruction, so that it is whole. All 32
-// lanes take part in each function; pointers and sizes are the same in all lanes unless they are
-// said to be a lane's own.
+// Lines: eight neighbouring lanes store or load a line by one instruction, so that it is whole. All
+// 32 lanes call each function; pointers and sizes are the same in all lanes unless they are called
+// a lane's own.
 namespace ep::rows {
 
-// A group of lines is loaded or stored by one instruction.
+// A group: the lines that one instruction loads or stores.
 constexpr int kLinesAtOnce = 32 / Line::kUnits, kGroupBytes = kLinesAtOnce * Line::kBytes;
 
-// The lane's line of a group, and which of its units.
+// The lane's line of a group, and its unit of that line.
 __device__ __forceinline__ int line_of_lane() { return lane_id() / Line::kUnits; }
 __device__ __forceinline__ int unit_of_lane() { return lane_id() % Line::kUnits; }
-// That unit of the group that begins with a line.
+// The lane's unit of the group that begins with first_line.
 template <class T>
 __device__ __forceinline__ T* own_unit(T* slot, int first_line) {
     return slot + static_cast<size_t>(first_line) * Line::kBytes + lane_id() * Line::kUnit;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint64_t tag_in(const uint4& unit) {
     return static_cast<uint64_t>(unit.w) << 32 | unit.z;
 }
 
-// By a lane: up to 16 bytes that may lie anywhere; zeros behind them.
+// Called by one lane: loads or stores up to 16 bytes that may lie anywhere; loads zeros after them.
 __device__ __noinline__ inline uint4 load_bytes(const char* src, int bytes) {
     uint32_t words[4] = {};
 #pragma unroll
@@ -65,12 +65,12 @@ __device__ __forceinline__ void store_unit(char* dst, const uint4& unit, int byt
     store_bytes(dst, unit, bytes);
 }
 
-// Where the lane's unit of a line lies in the row's payload.
+// Offset in the row's payload of the lane's unit of a line.
 __device__ __forceinline__ uint32_t offset_of_lane(int line) {
     return line * Line::kPayload + unit_of_lane() * Line::kUnit;
 }
 
-// Each lane's own slot in the mask gets lines [first, end), at most kLinesAtOnce * kGroups of them.
+// Stores lines [first, end), at most kLinesAtOnce * kGroups, to the slot of each lane in the mask.
 template <int kGroups>
 __device__ __forceinline__ void store_lines(char* own_slot, uint32_t mask, int first, int end,
                                             const uint4 (&units)[kGroups]) {
@@ -111,8 +111,9 @@ __device__ __forceinline__ void send_lines(char* own_slot, uint32_t mask, const 
     }
 }
 
-// Of a row of bf16, so many, as fp8. A block of lines at a time: 56 units of 16 values, of which
-// each lane makes two, and eight lanes the scale of theirs. They go to the lanes that store them.
+// Sends a row of `count` bf16 as fp8, a block of lines at a time: 56 units of 16 values, of which
+// each lane makes two, and eight lanes their scale. Shuffles pass them to the lanes that store
+// them.
 __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, const char* src,
                                                uint32_t count, const Lines& lines, uint64_t tag,
                                                ScaleFormat format) {
@@ -147,7 +148,7 @@ __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, co
 #pragma unroll
         for (int group = 0; group < kHalves; ++group) {
             const int line = kLinesAtOnce * group + line_of_lane();
-            // of the tag's lane: the first unit of its line's scale
+            // the tag's lane takes the first unit of its line's scale
             const int unit =
                 holds_tag() ? line * kLanesOfScale : line * (Line::kUnits - 1) + unit_of_lane();
             auto take = [&](uint32_t low, uint32_t high) {
@@ -164,19 +165,19 @@ __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, co
     }
 }
 
-// Of a row's payload, the lane's unit of a line; zeros where it has none.
+// Loads the lane's unit of a line from a row's payload; zeros if it has none.
 __device__ __forceinline__ uint4 load_payload(const char* row, uint32_t bytes, int line) {
     const uint32_t offset = offset_of_lane(line);
     if (holds_tag() || offset >= bytes) return {};
     return load_unit(row + offset, bytes - offset);
 }
 
-// How many rows of how many groups of lines a lane holds at once while it sums.
+// Groups of lines, and rows, that a lane holds at once while it sums.
 constexpr int kSummedGroups = 2, kRowsAtOnce = Architecture::kRowsAtOnce;
 
-// units: get the lane's units of the sum of the rows in the mask from line `first` on. load(lane,
-// units): those of that lane's row, begun; await(lane, units): until they are there, in the same
-// order; false: it ended badly.
+// units: receive the lane's units of the sum of the rows in the mask. load(lane, units) begins to
+// load those of a lane's row; await(lane, units) waits for them, in the same order; false: it ended
+// badly.
 template <class T, class Weight, class Load, class Await>
 __device__ __forceinline__ bool sum_units(uint4 (&units)[kSummedGroups], Weight own_weight,
                                           uint32_t mask, Load&& load, Await&& await) {
@@ -235,7 +236,8 @@ __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight
     }
 }
 
-// Units that the lanes have loaded of lines [first, end), to each lane's own row in the mask.
+// Stores units that the lanes have loaded of lines [first, end) to the row of each lane in the
+// mask.
 template <int kGroups>
 __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint32_t bytes,
                                               int first, int end, const uint4 (&units)[kGroups]) {
@@ -252,7 +254,7 @@ __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint
     });
 }
 
-// A scale of so many bytes, which lies at a multiple of them, as its bits are.
+// Stores the bits of a scale of `bytes` bytes, aligned to its size.
 __device__ __forceinline__ void store_scale_bits(char* dst, uint32_t scale, int bytes) {
     if (bytes == sizeof(uint32_t)) {
         *reinterpret_cast<uint32_t*>(dst) = scale;
@@ -261,7 +263,7 @@ __device__ __forceinline__ void store_scale_bits(char* dst, uint32_t scale, int 
     }
 }
 
-// And the scales beside them.
+// Stores the scales beside these lines likewise.
 template <int kGroups>
 __device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, const ScalePlan& plan,
                                              int first, int end, const uint4 (&units)[kGroups]) {

@@ -12,8 +12,8 @@
 
 namespace ep {
 
-// What BulkCopier does, by loads and stores of the warp's own: for GPUs without a copy engine, with
-// the same bits. Nothing of it is under way when a call returns, and it takes no shared memory.
+// Does what BulkCopier does with the warp's own loads and stores, to the same bits: for GPUs
+// without a copy engine. Nothing is in flight when a call returns, and it takes no shared memory.
 class PlainCopier {
   public:
     static constexpr size_t kMinBytes = BulkCopier::kMinBytes;

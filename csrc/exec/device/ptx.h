@@ -9,7 +9,7 @@ namespace ep::ptx {
 // ---- flags
 
 // In a build whose MEGATRON_EP_DELAYS is a seed, and in no other: sleeps at this flag for a random
-// time that follows from seed, thread, flag and value, so that roles meet in other orders.
+// time that depends on seed, thread, flag and value, so that roles meet in other orders.
 __device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
                                       [[maybe_unused]] uint64_t value) {
 #if defined(MEGATRON_EP_DELAYS)
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t va
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// ---- atomics of the system: for failures, and ranks that are masked, only
+// ---- atomics of system scope: only for failures and masked ranks
 
 __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     uint64_t before;
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t va
                  : "memory");
     return before;
 }
-// Orders this thread's writes before it.
+// A release: orders this thread's earlier writes before it.
 __device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, uint64_t expected,
                                                              uint64_t value) {
     [[maybe_unused]] uint64_t before;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, 
                  : "memory");
 }
 
-// ---- counters that others read, for failures and statistics only: nobody waits for them
+// ---- counters that others read, only for failures and statistics: nothing waits for them
 
 __device__ __forceinline__ void add_sys(uint64_t* address, uint64_t value) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
@@ -91,25 +91,25 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
     return value;
 }
 
-// ---- counts of one warp, for which it does not wait
+// ---- counts of one warp, which does not wait for the addition
 
 __device__ __forceinline__ void add_gpu(int32_t* address, int32_t value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// ---- a launch that comes to the GPU before the one before it in its stream has ended
+// ---- launches that begin before the previous one in their stream has ended
 
-// Until that one has ended, and all that it wrote is there.
+// Waits until the previous launch has ended and all that it wrote is visible.
 __device__ __forceinline__ void wait_for_launch_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// By one thread of every block: the next launch may come, where this one leaves room.
+// Called by one thread of every block: the next launch may begin, where this one leaves room.
 __device__ __forceinline__ void let_next_launch_come() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- atomics of a GPU: blocks of a launch that meet, and ranks that are masked
+// ---- atomics of GPU scope: for blocks of a launch that meet, and masked ranks
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     uint64_t before;
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uin
     return before;
 }
 
-// Who reads the word with an acquire, of this GPU, sees what this thread wrote or acquired before.
+// A release: an acquire of the word by this GPU sees what this thread wrote or acquired before.
 __device__ __forceinline__ void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected,
                                                              uint64_t value) {
     [[maybe_unused]] uint64_t before;
@@ -140,8 +140,8 @@ __device__ __forceinline__ uint64_t globaltimer() {
     return nanoseconds;
 }
 
-// ---- rows: read once and written once, so the first-level cache keeps nothing of them. Not the
-// read-only path: another SM may have written them during this launch.
+// ---- rows: read once and written once, so the L1 cache keeps nothing of them. They do not take
+// the read-only path: another SM may have written them during this launch.
 
 __device__ __forceinline__ uint4 load_no_allocate(const uint4* address) {
     uint4 value;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
                  "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
-// First to leave the second-level cache: it is not read again soon.
+// Leaves the L2 cache first: it is not read again soon.
 __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)
@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
 }
 
 // ---- lines: 16 bytes of one, whose other units the lane's neighbours load or store by the same
-// instruction. Relaxed: what is loaded says itself whether it is there
+// instruction. Relaxed: the tag says whether the line is there
 
 __device__ __forceinline__ uint4 load_line(const char* address) {
     ulonglong2 value;
@@ -194,25 +194,25 @@ __device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// Larger numbers than e4m3 has become its largest.
+// Numbers larger than e4m3 has become its largest.
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// Two of e4m3 to two of fp16, which has room for them all.
+// Converts two e4m3 to two fp16, which has room for them all.
 __device__ __forceinline__ uint32_t unpack_e4m3(uint16_t pair) {
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
     return halves;
 }
-// NaN if one of them is.
+// NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
-// Of each half by itself.
+// The maximum of each half.
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
     uint32_t larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -230,7 +230,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Of a word in the block's memory. Orders nothing.
+// Adds to a word in the block's shared memory. Orders nothing.
 __device__ __forceinline__ uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
     uint64_t before;
     asm volatile("atom.relaxed.cta.shared::cta.add.u64 %0, [%1], %2;"
@@ -278,17 +278,17 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
                  "r"(arrivals)
                  : "memory");
 }
-// Between the initialisation of barriers and the copies that arrive at them.
+// Orders the initialization of barriers before the copies that arrive at them.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Between what this thread has acquired or written in global memory and bulk copies that it issues
-// later, which might else read what was there before.
+// Orders what this thread has acquired or written in global memory before bulk copies that it
+// issues later, which might otherwise read what was there before.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// Between this thread's accesses to shared memory and bulk copies that it, or another thread after
-// a barrier, issues into the same place.
+// Orders this thread's accesses to shared memory before bulk copies into the same place that it, or
+// another thread after a barrier, issues.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -312,7 +312,7 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
         : "memory");
     return done;
 }
-// kStreaming: first to leave the second-level cache, here and below.
+// kStreaming: leaves the L2 cache first, here and below.
 template <bool kStreaming>
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier) {
@@ -355,12 +355,13 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until all but the newest kGroups groups of this thread's bulk stores have read their source.
+// Waits until all but the newest kGroups groups of this thread's bulk stores have read their
+// source.
 template <int kGroups>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
-// Until all bulk stores of this thread have been written.
+// Waits until all bulk stores of this thread have been written.
 __device__ __forceinline__ void bulk_wait_written() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

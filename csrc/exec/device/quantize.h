@@ -8,14 +8,14 @@
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
-// Rows of bf16 to fp8, as core/float8.h has it.
+// Quantizes rows of bf16 to fp8, as core/float8.h specifies.
 namespace ep::rows {
 
-// x / scale, rounded to nearest even, of all bf16 x of a block: a quotient by the reciprocal, and a
-// step of Newton's that makes it exact, signs of zeros too.
+// x / scale, rounded to nearest even, for all bf16 x of a block: a product with the reciprocal and
+// a Newton step that makes it exact, signs of zeros included.
 struct Divider {
     float scale, inverse;
-    float lift;  // of both sides, where the scale is so small that its reciprocal is no number
+    float lift;  // factor of both sides if the scale is too small for a reciprocal
 
     __device__ __forceinline__ explicit Divider(float of) {
         lift = of < 0x1p-60f ? 0x1p64f : 1.0f;
@@ -35,7 +35,7 @@ __device__ __forceinline__ float bf16_high(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-// Bits without their signs are in the order of what they stand for, NaN last.
+// Bits without the sign order like the magnitudes, NaN last.
 __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
 __device__ __forceinline__ float larger_of(uint32_t magnitude_pair) {
     return bf16_high(max_u16x2(magnitude_pair, magnitude_pair << 16));
@@ -46,15 +46,15 @@ __device__ __forceinline__ uint32_t quantize_four(const Divider& divided, uint32
            static_cast<uint32_t>(pack_e4m3(divided(bf16_low(b)), divided(bf16_high(b)))) << 16;
 }
 
-// A vector of 8 elements a lane, so 16 lanes a block, and several vectors at once. A lane keeps the
-// scale of one block.
+// Each lane has a vector of 8 elements, so a block has 16 lanes, and several vectors are in flight.
+// A lane keeps the scale of one block.
 constexpr int kElements = 8, kBlockLanes = kScaleBlock / kElements, kVectors = 7;
 __device__ __forceinline__ uint32_t block_of_lane() {
     return 2 * (lane_id() % kBlockLanes) + lane_id() / kBlockLanes;
 }
 
-// A part of a row in shared memory, at most 32 blocks, in place: its first half holds the values
-// then. Returns each lane's scale. count is a multiple of 8.
+// Quantizes a part of a row in shared memory, at most 32 blocks, in place: its first half then
+// holds the values. Returns each lane's scale. count is a multiple of 8.
 
 __device__ __forceinline__ float quantize_shared(char* row, uint32_t count, ScaleFormat format) {
     float own_scale = 0;
@@ -83,15 +83,15 @@ __device__ __forceinline__ float quantize_shared(char* row, uint32_t count, Scal
             const uint2 out = {quantize_four(divided, in[i].x, in[i].y),
                                quantize_four(divided, in[i].z, in[i].w)};
             if (element(i) < count) ptx::store_shared(row + element(i), out);
-            const uint32_t pair = first / (32 * kElements) + i;  // of blocks
+            const uint32_t pair = first / (32 * kElements) + i;  // of a pair of blocks
             if (lane_id() % kBlockLanes == pair) own_scale = scale;
         }
     }
     return own_scale;
 }
 
-// The scales of quantize_shared, of `count` blocks from `first` on, to each lane's own destination
-// in the mask.
+// Stores the scales of quantize_shared, of `count` blocks from `first` on, to the destination of
+// each lane in the mask.
 __device__ __forceinline__ void store_scales(void* own_dst, uint32_t mask, float own_scale,
                                              uint32_t first, uint32_t count, ScaleFormat format) {
     for_each_lane(mask, [&](int lane) {
@@ -101,12 +101,12 @@ __device__ __forceinline__ void store_scales(void* own_dst, uint32_t mask, float
     });
 }
 
-// A row that is not aligned to 16 bytes, or is short. Each lane's own destination in the mask gets
-// the values and, scales_at bytes from there, the scales.
+// Quantizes a row that is short or not aligned to 16 bytes. The destination of each lane in the
+// mask gets the values and, scales_at bytes further, the scales.
 __device__ __noinline__ inline void quantize_elements(void* own_dst, uint32_t mask, const void* src,
                                                       uint32_t count, uint32_t scales_at,
                                                       ScaleFormat format) {
-    constexpr int kElements = kScaleBlock / 32;  // of a lane
+    constexpr int kElements = kScaleBlock / 32;  // per lane
     const uint16_t* x = static_cast<const uint16_t*>(src);
     for (uint32_t first = 0; first < count; first += kScaleBlock) {
         uint32_t in[kElements];

@@ -7,8 +7,8 @@
 #include "exec/device/ptx.h"
 #include "exec/warp.h"
 
-// The loops in which the GPU's bandwidth is won. All 32 lanes take part in each; pointers and sizes
-// are the same in all lanes unless they are said to be a lane's own.
+// The loops that decide the GPU's bandwidth. All 32 lanes call each; pointers and sizes are the
+// same in all lanes unless they are called a lane's own.
 namespace ep::rows {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
     }
 }
 
-// Each lane's own destination in the mask gets the row. Everything aligned to 16 bytes.
+// Copies a row to the destination of each lane in the mask. Everything is aligned to 16 bytes.
 template <CacheHint hint>
 __device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src,
                                                   size_t bytes) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_units(void* dst, const void* src, size_t by
     for (size_t i = lane_id(); i < bytes / sizeof(Unit); i += 32) out[i] = in[i];
 }
 
-// A row that is short or not aligned to 16 bytes, in the widest units that it allows.
+// Copies a row that is short or not aligned to 16 bytes, in the widest units that it allows.
 __device__ __noinline__ inline void copy_in_units(void* dst, const void* src, size_t bytes) {
     const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(dst) |
                                                 reinterpret_cast<uintptr_t>(src) | bytes);
@@ -81,7 +81,7 @@ __device__ __noinline__ inline void copy_in_units(void* dst, const void* src, si
     copy_units<uint8_t>(dst, src, bytes);
 }
 
-// Every byte of the row.
+// Sets every byte of the row.
 template <uint8_t kByte>
 __device__ __forceinline__ void fill(void* dst, size_t bytes) {
     constexpr uint32_t kWord = kByte * 0x01010101u;

@@ -8,9 +8,9 @@
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
-// Sums of rows, in the order of their lanes, in fp32 (fp64 for fp64). They start from -0, to which
-// adding anything, -0 too, gives exactly that. Weight: Accumulator<T>, a lane's own; or NoWeight,
-// then nothing is multiplied.
+// Sums of rows, in lane order, in fp32 (fp64 for fp64). They start from -0, to which adding
+// anything, also -0, gives exactly that. Weight: a lane's Accumulator<T>, or NoWeight if rows are
+// not multiplied.
 namespace ep::rows {
 
 __device__ __forceinline__ float widen(BFloat16 value) {
@@ -35,7 +35,7 @@ template <class V>
 __device__ __forceinline__ V times(V value, NoWeight) {
     return value;
 }
-// Rounded: the compiler never makes one operation of these and an addition.
+// Rounded: the compiler never fuses these with an addition.
 __device__ __forceinline__ float times(float value, float weight) {
     return __fmul_rn(value, weight);
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& ve
         sums[i] += times(widen(elements.values[i]), weight);
 }
 
-// The sums of some vectors of a lane, row after row.
+// The sums of some vectors of a lane, added row by row.
 template <class T, int kVectors>
 struct VectorSums {
     Accumulator<T> sums[kVectors][Elements<T>::kCount];
@@ -108,7 +108,7 @@ struct VectorSums {
     }
 };
 
-// Short rows, a few of them at a time in registers. Everything aligned to 16 bytes.
+// Sums short rows, a few at a time in registers. Everything is aligned to 16 bytes.
 template <class T, class Weight>
 __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight,
                                             uint32_t mask, uint32_t vectors) {
@@ -153,8 +153,8 @@ struct SharedWeights {
     }
 };
 
-// Some vectors of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their
-// weights lie side by side. at: where each vector lies in a row. None waits for another.
+// Computes some vectors of the sum of `count` rows in shared memory, `stride` bytes apart; their
+// weights are contiguous. at: offset of each vector in a row. No vector waits for another.
 template <class T, int kVectors, class Weights>
 __device__ __forceinline__ void sum_shared(uint4 (&vectors)[kVectors], const char* rows,
                                            const uint32_t (&at)[kVectors], Weights weights,
@@ -171,7 +171,7 @@ __device__ __forceinline__ void sum_shared(uint4 (&vectors)[kVectors], const cha
     sums.round(vectors);
 }
 
-// The same order of additions, an element at a time.
+// Sums one element at a time, in the same order of additions.
 template <class T, class Weight>
 __device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, Weight own_weight,
                                                  uint32_t mask, size_t count) {

@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// A condition to poll, by reference: it outlives the wait that it is passed to.
+// A condition to poll, by reference: it must outlive the wait that it is passed to.
 class Condition {
   public:
     template <class F>
@@ -26,22 +26,21 @@ class Condition {
 
 enum class WaitEnd { Met, Aborted, Expired };
 
-// What lets the roles of one or more ranks wait for each other.
+// Lets the roles of one or more ranks wait for each other.
 class Executor {
   public:
     virtual ~Executor() = default;
 
-    // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout or so
-    // many ns have passed.
+    // Waits until the condition holds, the rank is aborted, or its timeout or max_ns has passed.
     virtual WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) = 0;
     WaitEnd wait(Condition condition, const RankState& rank) {
         return wait(condition, rank, ~uint64_t{0});
     }
 
-    // How long there was nothing to do but wait, so far. 0 where time does not pass.
+    // Nanoseconds so far in which nothing could run. 0 where time does not pass.
     virtual uint64_t idle_ns() { return 0; }
 
-    // Whether a role whose wait is already over should let others run first all the same.
+    // Whether a role whose condition holds already should let others run first.
     virtual bool preempts() { return false; }
 };
 

@@ -17,7 +17,7 @@ namespace ep {
 using Clock = std::chrono::steady_clock;
 
 namespace {
-struct Stalled {};  // ends a role as if it had never gone on
+struct Stalled {};  // ends a role as if it had stopped forever
 }  // namespace
 
 struct FiberExecutor::Fiber {
@@ -28,9 +28,9 @@ struct FiberExecutor::Fiber {
     void* stack;
     RoleTask task;
     std::optional<Condition> condition;  // what it waits for, if it waits
-    uint64_t max_ns = 0;                 // that it waits
+    uint64_t max_ns = 0;                 // limit of its wait
     Clock::time_point wait_start;
-    bool timing = false;  // wait_start is set: only once the executor has been idle
+    bool timing = false;  // wait_start is set, which it is once the executor has been idle
     WaitEnd end = WaitEnd::Met;
     bool done = false;
 

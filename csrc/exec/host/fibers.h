@@ -10,15 +10,15 @@
 
 namespace ep {
 
-// One OS thread that runs any number of roles as fibers, switching only where a role waits. When
-// nobody can run it yields its core, then sleeps for longer and longer: other ranks may need the
-// core to make the progress that is waited for.
+// Runs any number of roles as fibers of one OS thread, which switches only where a role waits. If
+// none can run it yields its core, then sleeps for longer and longer: other ranks may need the core
+// to make the progress that is waited for.
 class FiberExecutor : public Executor {
   public:
     FiberExecutor();
     ~FiberExecutor() override;
 
-    // `interrupted` is asked now and then while idle, and ends all waits when it returns true.
+    // `interrupted` is called from time to time while idle, and ends all waits if it returns true.
     // Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
     using Executor::wait;
@@ -28,16 +28,16 @@ class FiberExecutor : public Executor {
   protected:
     struct Fiber;
 
-    // One pass over all fibers, or one scheduling decision: returns false when there was nothing to
+    // One pass over all fibers, or one scheduling decision. Returns false if there was nothing to
     // do.
     virtual bool step();
     // Called when step found nothing to do.
     virtual void idle();
 
-    // Lets the fiber go on if its wait is over.
+    // Resumes the fiber if its wait is over.
     bool try_resume(Fiber& fiber);
     void expire_all();
-    // Those that wait with a limit of their own; returns whether any did.
+    // Ends the waits that have a limit. Returns whether there were any.
     bool expire_limited();
     size_t num_fibers() const { return fibers_.size(); }
     Fiber& fiber(size_t index) { return *fibers_[index]; }
@@ -55,27 +55,27 @@ class FiberExecutor : public Executor {
     std::function<bool()> interrupted_;
     std::exception_ptr error_;  // what a role threw
     int idle_passes_ = 0;
-    std::chrono::steady_clock::time_point idle_since_;  // if idle_passes_
-    std::chrono::nanoseconds idle_{0};                  // before
+    std::chrono::steady_clock::time_point idle_since_;  // if idle_passes_ > 0
+    std::chrono::nanoseconds idle_{0};                  // idle time before that
 };
 
-// What a step of a simulated network looks like to the scheduler.
+// The scheduler's view of a simulated network.
 class Network {
   public:
     virtual ~Network() = default;
-    // Delivers something that is under way; false if nothing is.
+    // Delivers a message in flight; false: there is none.
     virtual bool deliver(std::mt19937_64& random) = 0;
 };
 
-// A rank that stops for ever when it begins so many waits, counted from 1; 0: none does.
+// A rank that stops forever when it begins this wait, counted from 1; 0: none does.
 struct Stall {
     int rank = 0;
     uint64_t wait = 0;
 };
 
 // Picks at random, from a seed, which role runs next and when the network delivers: the same seed
-// is the same interleaving. Time does not pass here: a wait expires exactly when no role can ever
-// run again.
+// gives the same interleaving. Time does not pass here: a wait expires exactly when no role can
+// ever run again.
 class SeededExecutor : public FiberExecutor {
   public:
     SeededExecutor(uint64_t seed, Network* network, Stall stall = {})

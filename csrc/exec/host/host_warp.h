@@ -13,8 +13,8 @@
 
 namespace ep {
 
-// A warp on the host: one role, its lanes run one after the other. Waits go to the executor. The
-// order of publish is a parameter so that a test can weaken it and see the data race reported.
+// A warp on the host: its lanes run one after the other, and its waits go to the executor. A test
+// can weaken the order of publish to see the data race reported.
 template <std::memory_order kPublish = std::memory_order_release>
 class BasicHostWarp : public SerialLanes {
   public:
@@ -38,7 +38,7 @@ class BasicHostWarp : public SerialLanes {
 
     template <class F>
     bool wait_all(Wait wait, int count, F&& need) {
-        int last = -1;  // the rank that the wait is for in the end
+        int last = -1;  // the rank that was last waited for
         auto condition = [&] {
             for (int lane = 0; lane < count; ++lane) {
                 const WaitCondition mine = need(lane);
@@ -162,7 +162,7 @@ class BasicHostWarp : public SerialLanes {
 
     static void add(int32_t* count, int32_t n) { *count += n; }
 
-    // The deadline is the launch's.
+    // The deadline stays that of the launch.
     void begin_half(Role role) {
         role_ = role;
         began_ = Clock::now();
@@ -309,7 +309,7 @@ class BasicHostWarp : public SerialLanes {
     using Clock = std::chrono::steady_clock;
     static constexpr uint64_t kForever = ~uint64_t{0};
 
-    // The values of the lanes in the mask, side by side; returns how many.
+    // Gathers the values of the lanes in the mask; returns how many.
     template <class Out, class T>
     static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
         int count = 0;
@@ -328,7 +328,7 @@ class BasicHostWarp : public SerialLanes {
         weighted_sum<T, CacheHint::Keep>(dst, parts, weights, mask, count);
     }
 
-    // mask: gets the lanes whose need is met.
+    // mask: receives the lanes whose need is met.
     template <class F>
     Waited wait_some(Wait wait, int count, F&& need, uint32_t& mask, uint64_t ns) {
         auto condition = [&] {
@@ -340,7 +340,7 @@ class BasicHostWarp : public SerialLanes {
         return wait_for(wait, count, need, condition, for_each_peer, ns);
     }
 
-    // for_each_peer(f): the ranks without which this wait could not end.
+    // for_each_peer(f): calls f for the ranks that the wait depends on.
     template <class F, class C, class Peers>
     Waited wait_for(Wait wait, int count, F&& need, C& condition, Peers&& for_each_peer,
                     uint64_t ns = kForever) {

@@ -26,7 +26,7 @@ inline size_t payload_of(size_t bytes, int line) {
     return std::min<size_t>(Line::kPayload, bytes - static_cast<size_t>(line) * Line::kPayload);
 }
 
-// A line but for its tag. src, scales: of the row.
+// Writes a line without its tag. src, scales: of the whole row.
 inline void write_line(char* slot, int line, const char* src, size_t bytes, const char* scales,
                        const ScalePlan& plan) {
     char* to = line_of(slot, line);

@@ -9,7 +9,7 @@
 namespace ep {
 namespace {
 
-// Vectors are the compiler's: it maps them to what the machine has.
+// GCC's vectors: the compiler maps them to what the machine has.
 constexpr size_t kLanes = 8;
 using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
@@ -29,7 +29,7 @@ EP_INLINE Words e4m3_bits(Floats values) {
     return all > kInfinityBits ? Words{} + kNanE4m3 : finite;
 }
 
-// Bits without their sign are in the order of what they stand for, NaN last.
+// Bits without the sign order like the magnitudes, NaN last.
 EP_INLINE float largest_of(const BFloat16* x, size_t count) {
     uint16_t largest = 0;
     for (size_t i = 0; i < count; ++i) largest = std::max<uint16_t>(largest, x[i].bits & 0x7fff);

@@ -8,10 +8,10 @@
 
 namespace ep {
 
-// Rounded to nearest even; larger numbers become 448.
+// Rounds to nearest even; larger numbers become 448.
 uint8_t to_e4m3(float value);
 
-// A row as core/float8.h has it: count values, and their blocks' scales.
+// Quantizes a row as core/float8.h specifies: `count` values, and the scales of their blocks.
 void quantize_row(uint8_t* values, char* scales, const BFloat16* row, size_t count,
                   ScaleFormat format);
 

@@ -8,20 +8,20 @@
 
 namespace ep {
 
-// What the roles of a rank need to know to wait, to give up and to say so.
+// What the roles of a rank need in order to wait, to give up and to report it.
 struct RankState {
     int rank;
     ControlBlock* control;                  // in the rank's own heap
-    std::vector<ControlBlock*> everyone;    // of all ranks, this one too
-    std::chrono::duration<double> timeout;  // of every single wait
+    std::vector<ControlBlock*> everyone;    // by rank, this one included
+    std::chrono::duration<double> timeout;  // of each wait
     std::chrono::steady_clock::time_point deadline =
         std::chrono::steady_clock::time_point::max();  // of all waits of the current launch
     uint64_t call = 0;
     mutable uint64_t unfinished = 0;  // roles of the current launch that gave up
-    mutable bool stalled = false;     // by the schedule: none of its roles goes on, or begins
-    uint64_t* waited = nullptr;       // [world], ns, see Heap; null: nobody asks
+    mutable bool stalled = false;     // by a test's schedule: its roles neither go on nor begin
+    uint64_t* waited = nullptr;       // [world], ns, see Heap; null: not measured
 
-    // Whether a wait of at most so many ns is over.
+    // Whether a wait that began at `start`, of at most max_ns, is over.
     bool expired(std::chrono::steady_clock::time_point start, uint64_t max_ns) const {
         const auto now = std::chrono::steady_clock::now();
         const auto waited = now - start;
@@ -36,9 +36,8 @@ struct RankState {
         return std::atomic_ref<uint64_t>(control->abort);
     }
 
-    // Makes every wait of every rank end, or of this one if only it is concerned. The first to give
-    // up is the one that is remembered; what it has recorded before can be read by a rank that
-    // finds its word.
+    // Ends every wait of every rank, with CutOff those of this one alone. The first to give up is
+    // remembered, and a rank that finds its word can read what it recorded before.
     void abort(Outcome outcome) const {
         for (ControlBlock* block : everyone) {
             if (outcome == Outcome::CutOff && block != control) continue;
@@ -62,14 +61,14 @@ struct RankState {
             std::atomic_ref<uint64_t>(waited[peer]).fetch_add(ns, std::memory_order_relaxed);
     }
 
-    // For others to read: what it sends in the call that begins now.
+    // Notes for others to read what the rank sends in the call that begins now.
     template <class Args>
     void note_sends(Sends::Mode mode, const Args& args) const {
         if (!stalled)
             note(control->sends_in(mode, call), Sends::word(args.kind(), call, args.format));
     }
 
-    // For others to read: counts[what] in `entered` or `finished`.
+    // Notes for others to read a call's number in `entered` or `finished`.
     static void note(uint64_t& count, uint64_t call) {
         std::atomic_ref<uint64_t>(count).store(call, std::memory_order_relaxed);
     }

@@ -11,18 +11,18 @@
 #include <emmintrin.h>
 #endif
 
-// A product is rounded before it is added, as on the GPU: never both by one instruction, which the
+// A product is rounded before it is added, as on the GPU: not fused into one instruction, which
 // wider machines have.
 #define EP_UNFUSED __attribute__((optimize("fp-contract=off")))
 
 namespace ep {
 namespace {
 
-// Elements of a wide row that are summed at a time: they stay in the first-level cache.
+// Elements of a wide row that are summed at a time: they stay in the L1 cache.
 constexpr size_t kBlock = 1024;
 
-// 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it
-// maps them to what the machine has, and does that well only if they are not wider.
+// 16-bit elements are summed in registers, a few vectors at a time. The vectors are GCC's: it maps
+// them to what the machine has, and does that well only if they are not wider.
 template <size_t kWidth>
 struct Vectors {
     static constexpr size_t kLanes = kWidth, kWhole = 32;
@@ -72,7 +72,7 @@ EP_INLINE typename V::Words narrow(typename V::Floats values, Float16) {
     return (magnitude >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
 }
 
-// In place of the weights of a sum that has none.
+// In place of weights, if there are none.
 struct NoWeights {};
 template <class Floats>
 EP_INLINE Floats times(Floats values, NoWeights, int) {
@@ -83,8 +83,8 @@ EP_INLINE Floats times(Floats values, const float* weights, int row) {
     return values * weights[row];
 }
 
-// dst[i] for V::kWhole elements from `first` on; `size` is less only at the end of a row, and then
-// fits in a vector.
+// Sums V::kWhole elements from `first` on; `size` is less only at the end of a row, and then fits
+// in a vector.
 template <class V, class T, class Weights>
 EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows,
                                 size_t first, size_t size) {

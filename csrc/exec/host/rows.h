@@ -6,12 +6,11 @@
 
 namespace ep {
 
-// The loops in which the host's bandwidth is won.
+// The loops that decide the host's bandwidth.
 
-// A copy whose destination is not read again soon: it leaves the cache to the rings.
+// Copies to where it is not read again soon, past the cache, which is left to the rings.
 void copy_streaming(void* dst, const void* src, size_t bytes);
-// Orders such copies before what this thread writes next, as other copies are ordered by
-// themselves.
+// Orders such copies before what this thread writes next. Other copies need no such call.
 void finish_streaming();
 
 // dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); zeros for no

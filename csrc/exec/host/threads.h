@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// Every role an OS thread: how ThreadSanitizer gets to see the protocol.
+// Runs every role as an OS thread, so that ThreadSanitizer sees the protocol.
 class ThreadExecutor : public Executor {
   public:
     void run(std::vector<RoleTask> tasks) {

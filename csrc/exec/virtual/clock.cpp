@@ -39,7 +39,7 @@ void VirtualClock::enter() {
     }
     fiber.is_done = true;
     clock.leave(fiber);
-    std::abort();  // nobody goes on here
+    std::abort();  // never reached
 }
 
 void VirtualClock::leave(VirtualFiber& fiber) {
@@ -47,7 +47,7 @@ void VirtualClock::leave(VirtualFiber& fiber) {
     Stacks::switch_to(&fiber.context, main_);
 }
 
-// What is first happens. Another fiber goes on only after this one has been left.
+// Lets the first event happen. If it is another fiber's turn, this fiber is left.
 void VirtualClock::advance(VirtualFiber& fiber) {
     if (queue_.front().happen) {
         const Event event = take_first();
@@ -58,7 +58,7 @@ void VirtualClock::advance(VirtualFiber& fiber) {
 }
 
 void VirtualClock::run(const std::function<void()>& look) {
-    constexpr uint64_t kLooks = 1 << 14;  // switches between two
+    constexpr uint64_t kLooks = 1 << 14;  // switches between two calls of look
     VirtualClock* const before = running_;
     running_ = this;
     struct Restore {

@@ -24,24 +24,24 @@ struct WaitSpan {
     double begin, end;
 };
 
-// What a warp did as one role, in ns.
+// What a warp did in one role, in ns.
 struct VirtualTask {
     Role role = Role::Launch;
     double began = 0, ended = 0;
     double copied = 0;  // time spent in copies and sums
     std::array<double, kWaits> waited{};
-    std::vector<WaitSpan> waits;  // of a warp that is traced
+    std::vector<WaitSpan> waits;  // of a traced warp
 };
 
-// A warp in virtual time: where it runs, how far it has come, and what it did.
+// A warp in virtual time: where it runs, its time, and what it did.
 struct VirtualFiber {
     int rank = 0, sm = 0, channel = 0;
     bool is_traced = false;
-    double time = 0;         // ns; what it does next happens no earlier
-    double begun = 0;        // when it began, or its half
+    double time = 0;         // ns; its next operation happens no earlier
+    double begun = 0;        // when it, or its half, began
     double writes_done = 0;  // when all that it stored has been written
     double row_begun = 0;    // when it began to read its next row
-    VirtualTask task;        // that it is at
+    VirtualTask task;        // current
     std::vector<VirtualTask> earlier;
 
     void begin_task(Role role) {
@@ -57,18 +57,18 @@ struct VirtualFiber {
     std::function<void()> body;
     void* stack = nullptr;
     void* context = nullptr;
-    uint64_t sleeps = 0;  // so far: who wakes it must mean the one that it is in
+    uint64_t sleeps = 0;  // so far: a wake-up must mean the current one
     double deadline = kNever;
     bool is_asleep = false, is_done = false, expired = false;
 };
 
-// Time that passes from one thing that happens to the next. Each fiber has a time of its own, which
-// its operations move on. Before it reads a flag, stores to one that others of its rank read, or
-// takes what others share, it catches up: all that is earlier has happened then. Without that a
-// fiber that runs ahead would take what others come to earlier, and they would queue behind it.
+// Time that passes from event to event. Each fiber has its own time, which its operations move on.
+// Before it reads a flag, stores to one that others of its rank read, or takes a shared resource,
+// it catches up: all earlier events have happened then. Otherwise it would take the resource before
+// fibers that come to it earlier, and they would queue behind it.
 //
-// Things that happen at the same time happen in the order in which they were announced, or with a
-// seed in a random one.
+// Events of the same time happen in the order in which they were scheduled, or with a seed in a
+// random one.
 class VirtualClock {
   public:
     using Happen = void (*)(void* object, uint64_t value, double time);
@@ -76,26 +76,25 @@ class VirtualClock {
     explicit VirtualClock(uint64_t seed = 0) : seed_(seed), random_(seed) {}
     VirtualClock(const VirtualClock&) = delete;
 
-    // happen(object, value, time), then.
+    // Schedules happen(object, value, time).
     void at(double time, Happen happen, void* object, uint64_t value = 0);
-    // A fiber that begins at its time.
+    // Starts a fiber at its time.
     void spawn(VirtualFiber& fiber, std::function<void()> body);
-    // Until nothing more happens and all fibers have ended: when all that are left sleep, the one
-    // whose deadline is first goes on. Throws what a fiber threw. look: called now and then, may
-    // throw.
+    // Runs until no event is left and all fibers have ended; if all that are left sleep, the one
+    // with the first deadline resumes. Throws what a fiber threw. look: called from time to time,
+    // may throw.
     void run(const std::function<void()>& look);
 
-    // ---- by the fiber that runs
+    // ---- called by the running fiber
 
     VirtualFiber& current() { return *current_; }
     void catch_up(VirtualFiber& fiber) {
         while (!queue_.empty() && queue_.front().time < fiber.time) advance(fiber);
     }
-    // Until somebody stores to one of the flags that were asked for, or the deadline. False: it is
-    // the deadline.
+    // Sleeps until a store to one of the flags that were asked for. Returns false on the deadline.
     bool sleep(VirtualFiber& fiber, double deadline);
 
-    // Which flags a condition asks for: all of them, and how many the lane that asks for most.
+    // Records which flags a condition reads: all of them, and the most that one lane reads.
     void ask() { asked_.clear(), asked_by_lane_ = max_asked_ = 0; }
     void ask_lane() { asked_by_lane_ = 0; }
     static void note_asked(uint64_t* flag) {
@@ -105,12 +104,12 @@ class VirtualClock {
     }
     int max_asked() const { return max_asked_; }
 
-    // ---- by whatever happens
+    // ---- called by events
 
-    // Fibers that sleep on the flag go on.
+    // Resumes the fibers that sleep on the flag.
     void wake(uint64_t* flag, double time);
     void wake_all(double time);
-    // The flag becomes `value` then, if it is less.
+    // At `time` the flag becomes `value`, if it is less.
     void store_at(double time, uint64_t* flag, uint64_t value);
     void add_at(double time, uint64_t* flag, uint64_t value);
 

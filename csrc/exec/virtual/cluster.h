@@ -10,11 +10,11 @@
 
 namespace ep {
 
-// What several share: one after the other, in the order in which they come.
+// A shared resource, which serves one after the other in the order in which they come.
 struct Server {
     double free = 0, busy = 0;
 
-    // When it is done with what takes so long and comes then.
+    // Returns when a use that comes at `time` and takes `lasts` is done.
     double use(double time, double lasts) {
         free = std::max(free, time) + lasts;
         busy += lasts;
@@ -27,8 +27,8 @@ struct VirtualGpu {
     Server memory, link_out, link_in, card_out, card_in;
 };
 
-// Rows need not have all of their bytes to take their time: what they have, and what they stand
-// for.
+// Rows may have fewer bytes than they stand for: the bytes in memory, and the real ones, from which
+// times are computed.
 struct RowSize {
     size_t payload = 1, scales = 0;
     double real_payload = 1, real_scales = 0, real_slot = 1;
@@ -46,15 +46,15 @@ struct VirtualCluster {
     Machine machine;
     VirtualClock clock;
     std::vector<VirtualGpu> gpus;
-    std::vector<char*> heaps;             // of each rank
-    std::vector<ControlBlock*> controls;  // likewise: where the heaps begin, unless told otherwise
+    std::vector<char*> heaps;             // by rank
+    std::vector<ControlBlock*> controls;  // by rank; where the heaps begin, unless set otherwise
     size_t heap_bytes;
     RowSize row;
-    bool rows_have_bytes = true;  // else they only take their time: nobody reads them
-    bool sums_rows = false;       // else a sum is a copy of its first row, likewise
+    bool rows_have_bytes = true;  // else rows only take time, and are not read
+    bool sums_rows = false;       // else a sum is a copy of its first row
     double timeout = kNever;
     uint64_t call = 0;
-    uint64_t rows_moved = 0;  // copies and sums, so far
+    uint64_t rows_moved = 0;  // copies and sums so far
 
     VirtualCluster(const Machine& of, std::vector<char*> memory, size_t bytes, uint64_t seed = 0)
         : machine(of),
@@ -70,7 +70,7 @@ struct VirtualCluster {
         reset_servers();
     }
 
-    // Which rank's heap that is in; -1: none's.
+    // The rank whose heap an address is in; -1: none.
     int owner_of(const void* address) const {
         const auto* byte = static_cast<const char*>(address);
         const auto after = std::upper_bound(

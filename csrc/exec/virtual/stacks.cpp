@@ -7,8 +7,7 @@
 #include <new>
 #include <stdexcept>
 
-// Leaves the registers that a call must leave as they are on the stack, and takes those that lie on
-// the other one.
+// Saves the callee-saved registers on this stack and restores them from the other one.
 extern "C" void ep_switch_stacks(void** from, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -73,15 +72,15 @@ ep_switch_stacks:
 namespace ep {
 namespace {
 
-constexpr size_t kPerSlab = 256;  // a mapping each would be more than the kernel allows
+constexpr size_t kPerSlab = 256;  // one mapping each would be more than the kernel allows
 #if defined(__x86_64__)
-// Six registers, the address where the switch returns to, and what makes the stack aligned to 16
-// bytes as after a call.
+// Six registers, the return address of the switch, and what makes the stack aligned to 16 bytes as
+// after a call.
 constexpr int kWords = 10, kReturnAddress = 6;
 #else
 constexpr int kWords = 20, kReturnAddress = 11;
 #endif
-constexpr uint64_t kCanary = 0x5eed5eed5eed5eed;  // at the end that nobody should reach
+constexpr uint64_t kCanary = 0x5eed5eed5eed5eed;  // at the end that must not be reached
 
 }  // namespace
 

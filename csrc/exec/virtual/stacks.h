@@ -6,8 +6,8 @@
 
 namespace ep {
 
-// Code that runs on a stack of its own and goes on where it was left. swapcontext would ask the
-// kernel about signals each time, and a simulation switches millions of times.
+// Runs code on stacks of its own, to continue where it was left. swapcontext would call the kernel
+// for the signal mask each time, and a simulation switches millions of times.
 class Stacks {
   public:
     static constexpr size_t kBytes = 64 << 10;
@@ -16,12 +16,12 @@ class Stacks {
     Stacks(const Stacks&) = delete;
     ~Stacks();
 
-    // A stack on which the first switch_to calls entry(). It must not return.
+    // Returns a stack on which the first switch_to calls entry(), which must not return.
     void* prepare(void (*entry)(), void** context);
-    // The stack is free for another. Throws std::logic_error if it was too small.
+    // Frees the stack for another use. Throws std::logic_error if it was too small.
     void release(void* stack);
 
-    // Goes on at `to`; what goes on at *from is back here.
+    // Continues at `to`. A switch to *from continues here.
     static void switch_to(void** from, void* to);
 
   private:

@@ -236,10 +236,10 @@ class VirtualWarp : public SerialLanes {
         if (*word == from) *word = to;
     }
 
-    // Until all that it stored has been written.
+    // Waits until all that it stored has been written.
     void finish_writes() { fiber_.time = std::max(fiber_.time, fiber_.writes_done); }
 
-    // Of its own heap, by a lane: several follow each other.
+    // Counts a lane's load from its own heap: the loads of a lane add up.
     static void note_load() { ++loads_; }
 
   private:
@@ -247,7 +247,7 @@ class VirtualWarp : public SerialLanes {
         return static_cast<uint32_t>((uint64_t{1} << count) - 1);
     }
 
-    // The values of the lanes in the mask, side by side; returns how many.
+    // Gathers the values of the lanes in the mask; returns how many.
     template <class Out, class T>
     static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
         int count = 0;
@@ -269,7 +269,7 @@ class VirtualWarp : public SerialLanes {
 
     uint64_t& abort_word() { return cluster_.control(fiber_.rank).abort; }
 
-    // A wait that is not over sleeps until somebody stores to one of the flags that it asked for.
+    // A wait that is not over sleeps until a store to one of the flags that it read.
     template <class F, class C>
     Waited wait_for(Wait wait, int count, F&& need, double ns, C&& condition) {
         clock_.catch_up(fiber_);
@@ -300,7 +300,7 @@ class VirtualWarp : public SerialLanes {
                 abort(Outcome::Timeout);
                 return ended(Waited::Badly);
             }
-            fiber_.time += look / 2;  // a store comes between two looks
+            fiber_.time += look / 2;  // a store comes between two loads
             in_time = clock_.sleep(fiber_, deadline);
         }
     }
@@ -337,8 +337,8 @@ class VirtualWarp : public SerialLanes {
         if constexpr (scope == Scope::Rank) clock_.catch_up(fiber_);
     }
 
-    // A role reads what it stored itself: what its rank alone reads is there at once, and those who
-    // wait for it are woken later.
+    // A role reads what it stored itself, so what only its rank reads is stored at once, and fibers
+    // that wait for it are woken later.
     template <Scope scope>
     void store(uint64_t* flag, uint64_t value) {
         if constexpr (scope == Scope::Rank) {
@@ -351,12 +351,12 @@ class VirtualWarp : public SerialLanes {
         }
     }
 
-    // Takes the time of a row's way: the warp's own pace, that of its SM, of memories and of the
-    // link, whichever is slowest. Reads so many bytes once, and stores so many to each destination.
+    // Takes the time to move a row: at the warp's own pace, or that of its SM, the memories or the
+    // link if slower. Reads `read` bytes once, and stores `stored` bytes to each destination.
     void move(void* const* dsts, int count, size_t stored, size_t read) {
         move(dsts, count, stored, read, machine_.warp_copy);
     }
-    // pace: of the warp.
+    // pace: of the warp, in GB/s.
     void move(void* const* dsts, int count, size_t stored, size_t read, double pace) {
         if (!count) return;
         clock_.catch_up(fiber_);
@@ -374,7 +374,7 @@ class VirtualWarp : public SerialLanes {
         finish_row(began, end);
     }
 
-    // The same of a sum of several rows of so many bytes, which are read.
+    // Takes the time to sum `rows` rows of `bytes` bytes, which are read.
     void add(void* dst, int rows, size_t bytes) {
         if (!rows) return zero(dst, bytes);
         if (rows == 1) {
@@ -392,7 +392,7 @@ class VirtualWarp : public SerialLanes {
         finish_row(began, std::max(end, reach(dst, row, began, end)));
     }
 
-    // Stores to a destination, and when the warp can go on. Until then some of it may be under way.
+    // Stores to a destination. Returns when the warp can continue, with some of it still in flight.
     double reach(const void* dst, double bytes, double began, double end) {
         VirtualGpu& own = cluster_.gpus[fiber_.rank];
         const int to = cluster_.owner_of(dst);

@@ -5,22 +5,22 @@
 
 namespace ep {
 
-// Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine
-// through CUDA IPC and peer access. Between nodes of such a machine rows are packed in place; a put
-// (of counts) is a copy and a signal a release store.
+// Fabric over mapped heaps: ranks of one process on one GPU, or of processes of one machine through
+// CUDA IPC and peer access. Between nodes of such a machine rows are packed in place; a put (of
+// counts) is a copy, and a signal a release store.
 class P2pFabric;
 
 struct P2pFabricParams {
     using Fabric = P2pFabric;
-    static constexpr int kMaxLocalRanks = 32;    // in one process
-    static constexpr bool kMergesNotify = true;  // with a dispatch within a node
-    static constexpr bool kOverHost = false;     // what goes to other nodes
+    static constexpr int kMaxLocalRanks = 32;    // ranks in one process
+    static constexpr bool kMergesNotify = true;  // within a node: dispatch includes the notify
+    static constexpr bool kOverHost = false;     // host memory carries what goes to other nodes
 
     Topology topology;
     char* heaps[kMaxNodeRanks];  // of all ranks
 
-    // Nothing to do: stores and signals are over with the kernel that made them, and all flags lie
-    // in the heap.
+    // Nothing to do: stores and signals end with the kernel that made them, and all flags lie in
+    // the heap.
     void drain(uint64_t) const {}
     void reset_signals(int, uint64_t) const {}
 };
@@ -78,7 +78,7 @@ class P2pFabric {
         warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
     }
 
-    // To ranks that are not mapped: there are none.
+    // Not called: all ranks are mapped.
     template <class W, class ChannelOf>
     __device__ __forceinline__ void put_each(W&, uint32_t, const typename W::template PerLane<int>&,
                                              ChannelOf&&, size_t,

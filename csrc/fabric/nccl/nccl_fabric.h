@@ -14,30 +14,32 @@ namespace ep {
 
 class NcclFabric;
 
-// Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a
-// node lie in one LSA team and load and store each other's memory. Between nodes GIN puts and adds
-// to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts to the
-// same rank in the same context, though not after earlier signals, and a put word after nothing. So
-// a flag of the network is the signal of its number, in the context of its channel at both ends.
+// Fabric over NCCL: heaps are one symmetric window of a communicator whose ranks are the buffer's.
+// Ranks of a node are one LSA team and load and store each other's memory. Between nodes GIN puts
+// and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier
+// puts to the same rank in the same context, though not after earlier signals, and a put word after
+// nothing. So a flag of the network is the signal of its number, in the context of its channel at
+// both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
-    static constexpr int kMaxLocalRanks = 1;      // in one process
-    static constexpr bool kMergesNotify = false;  // with a dispatch within a node
-    static constexpr bool kOverHost = false;      // what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
+    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
+    static constexpr bool kOverHost = false;      // host memory carries what goes to other nodes
 
     Topology topology;
     NetworkFlags flags;
     ncclDevComm comm;
     ncclWindow_t window;
-    uint64_t* sent;  // on the GPU, by a flag's number: how much went to that flag of its writer
-    int* absent;     // on the GPU: 1 + a rank whose signals the last reset has missed
-    bool* broken;    // on the host: a reset has failed, and signals are still under way
+    uint64_t* sent;  // on the GPU, by number of a flag: how much was sent to that flag's writer
+    int* absent;     // on the GPU: 1 + a rank whose signals the last reset did not get
+    bool* broken;    // on the host: a reset has failed, and signals are still in flight
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
 
-    // Of one rank: its flags, then for each of them one that tells how much was sent to it.
+    // Signals of one rank: its flags, then for each of them how much was sent to it.
     static size_t signals(const NetworkFlags& flags) { return 2 * flags.count(); }
 
-    // Who of the flags' writers a rank is; and the one that this rank exchanges flags with.
+    // Index of a rank among the flags' writers; and the rank of a writer that rank `own` exchanges
+    // with.
     EP_HD int writer_of(int rank) const { return rank / ranks_per_writer(); }
     EP_HD int rank_of(int writer, int own) const {
         return writer * ranks_per_writer() + own % ranks_per_writer();
@@ -45,8 +47,8 @@ struct NcclFabricParams {
     EP_HD int ranks_per_writer() const { return topology.world() / flags.writers; }
 
     void drain(uint64_t) const {}  // reset_signals waits at the receiver
-    // Waits until all that others have signalled to this rank is there, and so all that it put,
-    // and clears the flags of the network. A failure ends the use of the connection.
+    // Waits until all signals to this rank have arrived, and so all puts, and clears the flags of
+    // the network. A failure ends the use of the connection.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
@@ -56,8 +58,8 @@ __device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) 
     return ncclGin(comm, channel % comm.ginContextCount);
 }
 
-// Calls, so that the library's code does not crowd the roles' registers. A fence stands before what
-// reads rows of other warps. A signal needs none: all that it promises was put, in its context.
+// Not inlined, so that the library's code does not crowd the roles' registers. A fence precedes
+// what reads rows of other warps. A signal needs none: all that it promises was put in its context.
 __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank,
                                              size_t dst, size_t src, size_t bytes) {
     __threadfence_system();
@@ -65,7 +67,8 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
         .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes,
              ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
-// A flag has one writer. There it has this one's number, here it is counted under that of its own.
+// A flag has one writer: at `rank` its number is that of this rank, here it is counted as that
+// one's.
 __device__ __forceinline__ void nccl_count(const NcclFabricParams& params, int rank,
                                            uint32_t signal, uint64_t increment) {
     params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;
@@ -81,7 +84,7 @@ __device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, 
     __syncwarp();
 }
 
-// The same by each lane in the mask, to rank first + lane.
+// Signals rank first + lane for each lane in the mask.
 template <class ChannelOf>
 __device__ __forceinline__ void nccl_signal_each(const NcclFabricParams& params, int first,
                                                  uint32_t ranks, ChannelOf&& channel_of,

@@ -13,18 +13,18 @@ namespace ep {
 
 class NvshmemFabric;
 
-// Heaps are NVSHMEM symmetric memory; processing element r is rank r. Ranks of a node load and
-// store each other's memory, puts go to ranks of other nodes. Flags are only added to, by atomics:
-// a sum is never more than what was sent, in whatever order its parts arrive.
+// Fabric over NVSHMEM: heaps are symmetric memory, and processing element r is rank r. Ranks of a
+// node load and store each other's memory, and puts go to ranks of other nodes. Flags are only
+// added to, by atomics: a sum is never more than what was sent, in whatever order its parts arrive.
 //
 // A flag must not be seen before the rows that it promises. With IBGDA both are in one queue pair,
-// which NVSHMEM chooses by the block, or the warp, that calls: the network card at the other end
-// carries out an atomic when the writes before it are done. Any other transport needs a fence.
+// which NVSHMEM chooses by the calling block or warp: the card at the other end carries out an
+// atomic when the writes before it are done. Any other transport needs a fence.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
-    static constexpr int kMaxLocalRanks = 1;      // in one process
-    static constexpr bool kMergesNotify = false;  // with a dispatch within a node
-    static constexpr bool kOverHost = false;      // what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
+    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
+    static constexpr bool kOverHost = false;      // host memory carries what goes to other nodes
 
     Topology topology;
     char* own;
@@ -37,13 +37,13 @@ struct NvshmemFabricParams {
 
 #if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)
 
-// Calls, so that the library's code does not crowd the roles' registers.
+// Not inlined, so that the library's code does not crowd the roles' registers.
 __device__ __noinline__ inline void nvshmem_put(void* dst, const void* src, size_t bytes,
                                                 int rank) {
     nvshmemx_putmem_nbi_warp(dst, src, bytes, rank);
 }
-// The fence orders the puts before it and the signal after it, on the way to each rank. Over IBGDA
-// it waits for all that this GPU has put to any rank, without a bound.
+// Adds to a flag. The fence orders earlier puts before the signal, on the way to each rank. Over
+// IBGDA it waits for all that this GPU has put to any rank, without a bound.
 __device__ __noinline__ inline void nvshmem_add(uint64_t* flag, uint64_t increment, int rank,
                                                 bool fence) {
     if (threadIdx.x % 32 == 0) {
@@ -54,7 +54,7 @@ __device__ __noinline__ inline void nvshmem_add(uint64_t* flag, uint64_t increme
     __syncwarp();
 }
 
-// To rank first + lane, for each lane in the mask.
+// Adds to the flag of rank first + lane for each lane in the mask.
 __device__ __noinline__ inline void nvshmem_add_each(uint64_t* flag, uint64_t increment, int first,
                                                      uint32_t ranks, bool fence) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -69,7 +69,7 @@ __device__ __noinline__ inline void nvshmem_add_each(uint64_t* flag, uint64_t in
 
 class NvshmemFabric {
   public:
-    static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
+    static constexpr bool kOrdersWarps = false;  // warps may have different queue pairs
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
 

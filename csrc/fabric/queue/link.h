@@ -50,7 +50,7 @@ class Link {
 
     // Whether more frames should be added. They wait in order, so only few should.
     virtual bool has_room() const = 0;
-    // The same for frames that concern a region.
+    // Same as has_room for frames that concern a region.
     virtual bool has_room_for(uint8_t) const { return has_room(); }
     // Adds a frame. Its bytes are read when they leave; `sent` is called then or later, for one
     // frame after the other in the order in which they were added.

@@ -83,7 +83,7 @@ class SoftwareNic {
             uint32_t writes = 0;    // frames since the last addition
         };
 
-        // By rank; those of other machines are not accessed.
+        // Heaps by rank; those of other machines are not accessed.
         std::vector<char*> heaps_;
         size_t bytes_;
         int stride_;

@@ -5,10 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-// What libibverbs.so.1 takes and returns, as its interface has been since rdma-core began: it is
-// loaded where it is installed, and nothing of it is needed to build. Fields keep their places,
-// names say what is used. tests/csrc/verbs_abi.cpp compares all of it with infiniband/verbs.h where
-// that is installed.
+// The ABI of libibverbs.so.1, unchanged since rdma-core began. The library is loaded where it is
+// installed, and not needed to build. Fields keep their places; names say what is used.
+// tests/csrc/verbs_abi.cpp compares all of it with infiniband/verbs.h where that is installed.
 namespace ep::verbs {
 
 struct Context;
@@ -94,8 +93,8 @@ struct DeviceAttr {
     uint8_t ack_delay, ports;
 };
 
-// The library's own entry, which programs reach through an inline function of its header, fills
-// what was there before port_cap_flags2: the rest must be 0 before.
+// The library's own function, which programs reach through an inline function of its header, fills
+// only the fields before port_cap_flags2: the caller sets the rest to 0.
 struct PortAttr {
     int state, max_mtu, active_mtu, gids;
     uint32_t capabilities, max_message, bad_pkeys, qkey_violations;
@@ -206,7 +205,7 @@ struct Cq {
     uint32_t completion_events, async_events;
 };
 
-// What ibv_poll_cq and ibv_post_send call, which are no symbols of the library's.
+// What ibv_poll_cq and ibv_post_send call: they are not symbols of the library.
 struct ContextOps {
     void* before_poll[11];
     int (*poll_cq)(Cq* cq, int most, Wc* found);

@@ -24,7 +24,7 @@ std::string text_of(const Gid& gid) {
     return inet_ntop(AF_INET6, gid.raw, text, sizeof text);
 }
 
-// How good an address of a port is for RoCE; 0: it is none.
+// How suitable an address of a port is for RoCE; 0: not at all.
 int rank_of(const GidEntry& entry) {
     if (entry.type != kGidRoceV2 || !(entry.gid.words[0] | entry.gid.words[1])) return 0;
     if (!std::memcmp(entry.gid.raw, kIpv4.data(), kIpv4.size())) return 3;

@@ -15,32 +15,32 @@ struct Port {
     std::string device;
     int number;
     bool is_ethernet;     // RoCE; else InfiniBand
-    int gid_index;        // of its address
+    int gid_index;        // index of its address
     std::string address;  // as text
     std::string lacks;    // why it cannot be used; "" if it can
 };
 
-// How a network treats what cards send to each other. The same at both ends.
+// How a network treats messages between cards. Both ends use the same.
 struct Service {
-    uint8_t traffic_class = 0;  // of RoCE: DSCP and ECN
-    uint8_t level = 0;          // of InfiniBand, and the priority of RoCE where that goes by VLAN
-    uint16_t pkey_index = 0;    // which of the port's partition keys
-    // A card sends again what nobody has confirmed for 4.096 us * 2^ack_timeout, so often. By
-    // default that takes 4 s, after which the connection is lost: a link that comes back sooner is
-    // no failure.
+    uint8_t traffic_class = 0;  // RoCE: DSCP and ECN
+    uint8_t level = 0;          // InfiniBand, and RoCE's priority if a VLAN carries it
+    uint16_t pkey_index = 0;    // index among the port's partition keys
+    // A card sends again what was not acknowledged within 4.096 us * 2^ack_timeout, `retries`
+    // times. By default that takes 4 s, after which the connection is lost: a link that comes back
+    // sooner is no failure.
     uint8_t ack_timeout = 17;
     uint8_t retries = 7;
 };
 
-// The ports of this machine. mlx5: those of other drivers lack it. Throws std::runtime_error with
-// the reason if there are none.
+// Finds the ports of this machine. mlx5: ports of other drivers cannot be used. Throws
+// std::runtime_error with the reason if there are none.
 std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5 = nullptr);
 
 // An open port.
 class Card {
   public:
-    // mlx5: with it ranks post in the card's queues by themselves (DirectPair); null: a thread asks
-    // libibverbs for all. Throws std::runtime_error with what fails.
+    // mlx5: ranks post in the card's queues directly (DirectPair); null: a thread posts through
+    // libibverbs. Throws std::runtime_error that says what fails.
     Card(std::shared_ptr<const Library> library, const Port& port,
          std::shared_ptr<const Mlx5> mlx5 = nullptr, const Service& service = {});
     ~Card();
@@ -49,7 +49,7 @@ class Card {
     const Port& port() const { return port_; }
     std::string name() const { return port_.device + " port " + std::to_string(port_.number); }
     bool is_direct() const { return mlx5_ != nullptr; }
-    // "" while it is up.
+    // Why it cannot be used; "" while it is up.
     std::string fault() const;
 
   private:
@@ -68,15 +68,14 @@ class Card {
     PortAttr port_attributes_{};
     Gid gid_{};
     Pd* pd_ = nullptr;
-    char* scratch_ = nullptr;  // where the values from before additions go, which nobody reads
+    char* scratch_ = nullptr;  // where additions leave the old value; not read
     Mr* scratch_mr_ = nullptr;
 };
 
-// Memory that a card reads, and that the others' cards write, at offsets from its beginning.
+// Memory that a card reads, and that cards of other ranks write, at offsets from its beginning.
 //
-// It has two keys. What is written through `data` may become visible in any order: on PCIe that is
-// what it takes to be fast. What is added through `flags` becomes visible after all that the same
-// queue pair did before.
+// It has two keys. Writes through `data` may become visible in any order, which PCIe needs to be
+// fast. Additions through `flags` become visible after all that the same queue pair did before.
 class Region {
   public:
     Region(std::shared_ptr<Card> card, char* memory, size_t bytes);

@@ -10,13 +10,13 @@
 namespace ep::verbs {
 namespace {
 
-// Nobody tells the card which completions were seen: it must not wait for that.
+// The card is never told which completions were seen, and must not wait for that.
 Cq* new_cq(const Mlx5& mlx5, Context* context, const std::string& card, uint32_t depth) {
     CqInitAttr wanted{};
     wanted.entries = depth;
     wanted.has = CqInitAttr::kHasFlags;
     wanted.flags = CqInitAttr::kIgnoreOverrun;
-    Mlx5CqInitAttr own{};  // whole completions: none is compressed
+    Mlx5CqInitAttr own{};  // no compressed completions
     own.has = Mlx5CqInitAttr::kHasEntryBytes;
     own.entry_bytes = sizeof(Completion);
     Cq* cq = mlx5.create_cq(context, &wanted, &own);
@@ -91,7 +91,7 @@ DirectPair::DirectPair(std::shared_ptr<Card> card, uint32_t depth)
                                  ": its driver keeps queues in another form than mlx5's");
 }
 
-// Of the entry before the one that the doorbell record names; null: it is not there yet.
+// The completion of the entry before the one in the doorbell record; null: it is not there yet.
 const Completion* DirectPair::last_completion() const {
     const auto record = std::bit_cast<DoorbellRecord>(
         std::atomic_ref<uint64_t>(*rings_.doorbell).load(std::memory_order_acquire));
@@ -104,7 +104,8 @@ const Completion* DirectPair::last_completion() const {
 
 bool DirectPair::is_idle() const {
     if (last_completion()) return true;
-    // a ring that has no completion at its end has none of number 2^16 - 1: nothing was posted
+    // without a completion in the ring's last place there is none of entry 2^16 - 1: nothing was
+    // posted
     const bool begins = !std::atomic_ref<uint64_t>(*rings_.doorbell).load();
     const uint64_t word = last_word(rings_.completions[rings_.completion_count - 1]);
     return begins && Completion::kind_of(word) == Completion::kNothingYet;
@@ -113,7 +114,7 @@ bool DirectPair::is_idle() const {
 std::string DirectPair::fault() const {
     const Completion* found = last_completion();
     if (!found || !Completion::is_error(last_word(*found))) return "";
-    for (uint32_t i = 0; i < rings_.completion_count; ++i) {  // the cause, of which it is one
+    for (uint32_t i = 0; i < rings_.completion_count; ++i) {  // find the cause among all errors
         const Completion& other = rings_.completions[i];
         if (Completion::is_error(last_word(other)) && other.syndrome != kMlx5Flushed)
             found = &other;

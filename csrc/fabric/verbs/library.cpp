@@ -27,7 +27,7 @@ std::shared_ptr<const Library> Library::load(const std::string& name) {
     symbols.find(library->destroy_qp, "ibv_destroy_qp");
     int (*fork_init)();
     symbols.find(fork_init, "ibv_fork_init");
-    // of rdma-core 35: 2 where the kernel copies for the child what cards know
+    // since rdma-core 35: 2 if the kernel copies for the child what cards know
     const auto fork_status = symbols.find_if_any<int (*)()>("ibv_is_fork_initialized");
     if (const int error = fork_init(); error && !(fork_status && fork_status() == 2))
         library->forks_badly = std::strerror(error);

@@ -7,12 +7,12 @@
 
 namespace ep::verbs {
 
-// libibverbs, loaded when it is asked for. Never unloaded: its drivers leave threads' data behind.
+// libibverbs, loaded on demand. Never unloaded: its drivers leave threads' data behind.
 class Library {
   public:
-    // name: as dlopen takes it. Throws std::runtime_error that says what is missing.
-    // Before its first use in the process it is told that the process may fork: memory that cards
-    // know then stays with the parent.
+    // name: as dlopen takes it. Throws std::runtime_error that says what is missing. Before its
+    // first use in the process the library is told that the process may fork: registered memory
+    // then stays with the parent.
     static std::shared_ptr<const Library> load(const std::string& name);
 
     // Why a fork may take memory away from cards; "" if it does not.

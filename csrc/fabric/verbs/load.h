@@ -8,11 +8,11 @@
 
 namespace ep::verbs {
 
-// A shared library, never unloaded, and its symbols.
+// A shared library and its symbols. Never unloaded.
 class Symbols {
   public:
-    // name: as dlopen takes it. needs: what is too old where a symbol is missing. Both throw
-    // std::runtime_error.
+    // name: as dlopen takes it. needs: the version that the error for a missing symbol asks for.
+    // This and find() throw std::runtime_error.
     Symbols(const std::string& name, const char* needs)
         : name_(name), needs_(needs), handle_(dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) {
         if (!handle_) throw std::runtime_error(dlerror());
@@ -24,7 +24,7 @@ class Symbols {
         if (!found) throw std::runtime_error(name_ + " has no " + symbol + ": it needs " + needs_);
         function = reinterpret_cast<F>(found);
     }
-    // Null where it is missing.
+    // Returns null if it is missing.
     template <class F>
     F find_if_any(const char* symbol) const {
         return reinterpret_cast<F>(dlsym(handle_, symbol));

@@ -11,7 +11,7 @@
 
 namespace ep::verbs {
 
-// What libmlx5.so.1 takes and returns, as infiniband/mlx5dv.h has it: see abi.h.
+// The ABI of libmlx5.so.1, as in infiniband/mlx5dv.h: see abi.h.
 
 struct CqInitAttr {  // of libibverbs
     static constexpr uint32_t kHasFlags = 1 << 0, kIgnoreOverrun = 1 << 1;
@@ -74,7 +74,7 @@ struct Mlx5Objects {
     void* others[10];
 };
 
-enum Mlx5Syndrome : uint8_t {  // of a completion that is an error
+enum Mlx5Syndrome : uint8_t {  // of a completion with an error
     kMlx5LocalLength = 0x01,
     kMlx5LocalOperation = 0x02,
     kMlx5LocalProtection = 0x04,
@@ -88,8 +88,7 @@ enum Mlx5Syndrome : uint8_t {  // of a completion that is an error
     kMlx5ReceiverNotReady = 0x16,
 };
 
-// libmlx5, the driver of NVIDIA's cards in user space, loaded when it is asked for, and never
-// unloaded.
+// libmlx5, the user-space driver of NVIDIA's cards, loaded on demand and never unloaded.
 class Mlx5 {
   public:
     // name: as dlopen takes it. Throws std::runtime_error that says what is missing.

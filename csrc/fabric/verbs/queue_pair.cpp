@@ -11,7 +11,7 @@
 namespace ep::verbs {
 namespace {
 
-// How one end finds the other. What follows it is the card's name.
+// How one end finds the other. The card's name follows.
 struct Address {
     uint32_t version, number, first_packet, mtu;
     uint16_t lid;
@@ -23,7 +23,7 @@ constexpr uint32_t kVersion = 1;
 constexpr size_t kMaxName = 128;
 
 constexpr uint8_t kMinRnrTimer = 12, kHopLimit = 64;
-constexpr int kMaxAtomics = 16;  // on their way
+constexpr int kMaxAtomics = 16;  // in flight
 
 std::string failed(const std::string& what, int error) {
     return what + ": " + std::strerror(error);

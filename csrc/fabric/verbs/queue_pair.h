@@ -10,23 +10,23 @@
 
 namespace ep::verbs {
 
-// A reliable connection of a card with one queue pair of another card. What is posted is carried
-// out in order, and told of in order.
+// A reliable connection of a card to one queue pair of another card. Requests are carried out, and
+// reported, in order.
 class QueuePair {
   public:
-    // Throws std::runtime_error with what fails, as connect does.
+    // Throws std::runtime_error that says what fails, like connect().
     explicit QueuePair(std::shared_ptr<Card> card);
     ~QueuePair();
     QueuePair(const QueuePair&) = delete;
 
-    // What the other end must be told, to connect.
+    // What the other end needs in order to connect.
     std::string address() const;
-    // Both ends, before either of them posts.
+    // Connects. Both ends do before either of them posts.
     void connect(const std::string& address);
-    // Nothing that the other end has posted is written here any more.
+    // From now on nothing that the other end has posted is written here.
     void stop();
 
-    // ---- posting: at most kDepth requests that nothing was told of yet
+    // ---- posting: at most kDepth requests that have not completed
 
     static constexpr uint32_t kDepth = 256;
 
@@ -34,7 +34,7 @@ class QueuePair {
         uint32_t remote_key;
         uint64_t remote_address;
     };
-    // "" or what fails.
+    // Both return "" or what failed.
     std::string write(const Request& to, const Region& region, const char* bytes, uint32_t count);
     std::string add(const Request& to, uint64_t increment);
 
@@ -42,11 +42,11 @@ class QueuePair {
     // all fail.
     std::string poll(const std::function<void()>& done);
 
-    // Of both ends, for messages.
+    // Names both ends, for messages.
     std::string between() const;
 
   protected:
-    // Over this completion queue, which it takes.
+    // Uses and owns this completion queue.
     QueuePair(std::shared_ptr<Card> card, Cq* cq, uint32_t depth);
 
     const Library& library() const { return *card_->library_; }
@@ -59,8 +59,8 @@ class QueuePair {
   private:
     std::string post(SendWr& request);
 
-    uint32_t first_packet_;  // its number
-    std::string other_;      // card
+    uint32_t first_packet_;  // number of its first packet
+    std::string other_;      // name of the other card
 };
 
 }  // namespace ep::verbs

@@ -50,7 +50,7 @@ void VirtualCards::take(VirtualFiber& fiber, const Message& message) {
         &card);
 }
 
-// A turn of the next queue pair.
+// Gives the next queue pair its turn.
 void VirtualCards::serve(Card& card, double time) {
     if (card.turns.empty()) {
         card.is_busy = false;

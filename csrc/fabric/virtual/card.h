@@ -10,16 +10,16 @@
 
 namespace ep {
 
-// The network cards of a cluster, one for each GPU. What is posted to one queue pair leaves and
-// arrives in order; queue pairs take turns, or the card serves what comes first.
+// The network cards of a cluster, one per GPU. Messages of one queue pair leave and arrive in
+// order; queue pairs take turns, or the card serves what comes first.
 class VirtualCards {
   public:
-    // What happens to a card that is not like the others.
+    // How a card differs from the others.
     struct Faults {
         int slow_rank = -1;
-        double slow_speed = 1;  // of its bandwidth
+        double slow_speed = 1;  // factor of its bandwidth
         int lossy_rank = -1;
-        uint64_t lost_signal = 0;  // the so-many-th of that rank's never arrives; 0: none
+        uint64_t lost_signal = 0;  // that rank's signal that never arrives, from 1; 0: none
     };
 
     VirtualCards(VirtualCluster& cluster, const Faults& faults);
@@ -28,17 +28,17 @@ class VirtualCards {
         int to;
         int queue_pair;
         double bytes;
-        uint64_t* flag;  // that it adds to when it is there, or null
+        uint64_t* flag;  // added to when the message arrives, or null
         uint64_t add;
     };
-    // By a fiber: from then on. Several are those of its lanes, which post side by side: each takes
-    // the warp as long as the card, a guess.
+    // Posts at the fiber's time. Several messages are those of its lanes, which post side by side:
+    // each takes the warp as long as the card, which is a guess.
     void post(VirtualFiber& fiber, const Message& message);
     void post(VirtualFiber& fiber, const std::vector<Message>& messages);
 
     static constexpr double kFlagBytes = 64;
 
-    // Flags among them.
+    // Flags included.
     double bytes_sent() const { return bytes_sent_; }
     uint64_t flags() const { return flags_; }
     uint64_t messages() const { return messages_; }

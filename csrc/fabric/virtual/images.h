@@ -7,13 +7,13 @@
 
 namespace ep {
 
-// Of N nodes the first M may stand for all, where M divides N: node n is the image of node n mod M,
+// The first M of N nodes can stand for all, where M divides N: node n is the image of node n mod M,
 // and does what that one does, with all nodes shifted alike. What a node sends to an image goes to
-// the node that it is an image of, as if it came from where the image sees it come from: by so many
-// nodes the source, and the experts of rows, are shifted there.
+// the node that stands for it, as if it came from where the image sees it come from: the source,
+// and the experts of rows, are shifted by as many nodes.
 struct NodeImage {
-    int node;     // the one that stands for it
-    long source;  // how far the source is shifted
+    int node;     // the node that stands for it
+    long source;  // nodes by which the source is shifted
 
     static NodeImage of(const Topology& topology, int simulated, int from, int node) {
         const int nodes = topology.nodes, to = node % simulated;
@@ -21,7 +21,7 @@ struct NodeImage {
     }
 };
 
-// Shifts so many ids of experts, -1: none, by so many nodes.
+// Shifts `count` ids of experts by `by_nodes` nodes; -1: none.
 inline void shift_experts(int32_t* experts, size_t count, int by_nodes, int num_experts,
                           const Topology& topology) {
     const int by = by_nodes * (num_experts / topology.nodes);

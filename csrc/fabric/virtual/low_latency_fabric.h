@@ -12,21 +12,20 @@
 
 namespace ep {
 
-// What the fabric of the low-latency mode needs to know of the heap when only `simulated` of its
-// nodes are there.
+// What the low-latency fabric needs to know of the heap if only `simulated` of its nodes exist.
 struct LowLatencyImages {
     int simulated;
     LowLatencyHeap heap;
-    size_t header_bytes;  // of a row, before its payload, which nobody reads
+    size_t header_bytes;  // of a row, before its payload, which is not read
 };
 
-// To any rank, in virtual time: stores within a node, or to all ranks (maps_all), and network cards
-// to the others. What is put to an image of a node goes to the place of another source there
-// (images.h).
+// Fabric of the low-latency mode in virtual time: stores within a node, or to all ranks (maps_all),
+// and network cards to the others. What is put to an image of a node goes to the place of another
+// source there (images.h).
 class VirtualLowLatencyFabric {
   public:
     static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
-    static constexpr bool kKeepsLines = false;  // rows have flags, where GPUs have lines, too
+    static constexpr bool kKeepsLines = false;  // rows have flags, also where GPUs use lines
     static constexpr bool kMapsAll = false;
 
     VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
@@ -110,11 +109,11 @@ class VirtualLowLatencyFabric {
                              topology_.node_of(rank));
     }
 
-    // Where what lies at an offset for this rank lies for the rank that this one stands for.
+    // Where the rank that stands for `rank` has what lies at an offset for this rank.
     char* there(const NodeImage& image, int rank, size_t offset) const {
         const LowLatencyHeap& heap = images_.heap;
         const long ranks = image.source * topology_.ranks_per_node;
-        size_t stride = 0;  // of what combine puts, which lies where its token is at home
+        size_t stride = 0;  // 0 for what combine puts, which lies where its token is at home
         if (offset < heap.choices(0, 0)) {
             stride = LowLatencyHeap::kLine;
         } else if (offset < heap.row(0, 0, 0)) {
@@ -126,7 +125,7 @@ class VirtualLowLatencyFabric {
                         offset + ranks * static_cast<long>(stride));
     }
 
-    // A rank's choices name experts.
+    // Shifts the experts that a rank's choices name.
     void shift_choices(char* to, size_t bytes, int rank, const NodeImage& image) const {
         const LowLatencyHeap& heap = images_.heap;
         const size_t first = heap.chosen_experts();
@@ -138,7 +137,7 @@ class VirtualLowLatencyFabric {
     void post_flag(W& warp, int channel, int rank, size_t flag, uint64_t add) {
         cards_.post(warp.fiber(), message_of(channel, rank, flag, add));
     }
-    // The lanes post side by side.
+    // Posts for all lanes at once.
     template <class W, class ChannelOf, class IncrementOf>
     void post_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
                    IncrementOf&& increment_of) {
@@ -149,7 +148,7 @@ class VirtualLowLatencyFabric {
         });
         cards_.post(warp.fiber(), messages);
     }
-    // Of what is put, which is there at once.
+    // Copies what is put at once; only the message takes time.
     VirtualCards::Message message_with(int channel, int rank, size_t dst, size_t src,
                                        size_t bytes) const {
         const NodeImage image = image_of(rank);

@@ -12,25 +12,24 @@
 
 namespace ep {
 
-// What a fabric of the normal mode needs to know of the heap when only `simulated` of its nodes
-// are there.
+// What the normal mode's fabric needs to know of the heap if only `simulated` of its nodes exist.
 struct NodeImages {
     int simulated;
     Heap heap;
     RowFormat format;
 };
 
-// In virtual time: stores within a node, between nodes stores too (kMapped), or network cards. What
-// is put to an image of a node goes into another ring of that one (images.h). That permutes rings
-// and nodes. How many rows each carries, in which order and with which credit stays exactly as with
-// all nodes.
+// Fabric of the normal mode in virtual time: stores within a node, and between nodes stores
+// (kMapped) or network cards. What is put to an image of a node goes into another ring there
+// (images.h). That permutes rings and nodes: how many rows each carries, in which order and with
+// which credit, stays as with all nodes.
 template <bool kMapped>
 class VirtualFabric {
   public:
     static constexpr bool kMapsAll = kMapped;
     static constexpr bool kOrdersWarps = kMapped;
 
-    // charges_loads: what a lane reads of its own heap takes time (see VirtualWarp::lanes).
+    // charges_loads: a lane's loads from its own heap take time (see VirtualWarp::lanes).
     VirtualFabric(VirtualCluster& cluster, VirtualCards& cards, int rank, const NodeImages& images,
                   bool charges_loads = false)
         : cluster_(cluster),
@@ -102,8 +101,8 @@ class VirtualFabric {
     }
 
   private:
-    // The node that stands for another one; by how many nodes, and rings, the source is shifted
-    // there, see images.h.
+    // The node that stands for another one, and the nodes and rings by which the source is shifted
+    // there (see images.h).
     struct Image {
         int node;
         long shift, rings;
