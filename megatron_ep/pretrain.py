@@ -1,8 +1,8 @@
-"""`python -m megatron_ep.pretrain [--ep-...] SCRIPT ARGS...`: a training script of Megatron's, with our dispatcher.
+"""`python -m megatron_ep.pretrain [--ep-...] SCRIPT ARGS...`: runs a training script of Megatron with this dispatcher.
 
-The script runs unchanged and as __main__, from Megatron-LM 0.16.1 on: every MoE layer that it builds, in GPT and hybrid
-models, multi-token-prediction blocks and any pipeline stage, moves its tokens with `EPTokenDispatcher`. Works by hand,
-under `torchrun -m` and in Slurm's job steps. An entry point: nobody imports it.
+The script runs unchanged as __main__, with Megatron-LM 0.16.1 or later: every MoE layer that it builds, in GPT and
+hybrid models, multi-token-prediction blocks and any pipeline stage, uses `EPTokenDispatcher`. Works in a single
+process, under `torchrun -m` and in Slurm's job steps. This module is an entry point and is not imported.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_ep.megatron.options import NAMES, Options
 if TYPE_CHECKING:
     from megatron_ep.megatron.flags import Translation
 
-EXIT_S = 2.0  # seconds that the handlers of the process's end may take after a failed call
-PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine, which refuse what its first rank does
+EXIT_S = 2.0  # seconds that exit handlers may take after a failed call
+PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine, which refuse the same command
 RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
 
@@ -75,14 +75,14 @@ assert {*OPTIONS} == {*NAMES}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the script in this process, as rank RANK of WORLD_SIZE; ends it with status 2 for a user's mistake."""
+    """Runs the script in this process, as rank RANK of WORLD_SIZE; exits with status 2 for a user's mistake."""
     options, moved = _options(sys.argv[1:] if argv is None else argv)
     from megatron_ep.meeting import job
 
     script = Path(options.script)
     if not script.is_file():
         _refuse(f"no script {script}")
-    sys.path.insert(0, str(script.parent.resolve()))  # its Megatron comes before an installed one
+    sys.path.insert(0, str(script.parent.resolve()))  # the script's Megatron precedes an installed one
     try:
         job.adopt()
         arguments, settings, notes = _checked(options, moved)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What is given, also behind the script, and a line for each option that stands there."""
+    """Returns the options, also those after the script, and a line for each of the latter."""
     options = _parser().parse_args(argv)
     behind = _Parser(add_help=False, allow_abbrev=False)
     flags = _add_options(behind)
@@ -107,10 +107,10 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[list[str], dict[str, Any], list[str]]:
-    """The script's arguments, the settings and options that are given, and a line for each flag that is translated.
+    """Returns the script's arguments, the given settings and options, and a line for each translated flag.
 
     Raises:
-        ValueError: all that is wrong, and the corrected command.
+        ValueError: names all mistakes, and the corrected command.
     """
     from megatron_ep.megatron import flags
 
@@ -141,7 +141,7 @@ def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[li
 
 
 def _require_gpu() -> None:
-    """Raises ValueError if there is none that this build can use."""
+    """Raises ValueError if there is no GPU that this build can use."""
     import torch
 
     from megatron_ep.fabrics import gpu
@@ -152,7 +152,7 @@ def _require_gpu() -> None:
 
 
 def _command(options: argparse.Namespace, found: Translation) -> str:
-    """The command without what was refused, and with what was translated."""
+    """Returns the command without refused flags, and with translated ones."""
     given = vars(options) | ({} if found.fused_router else {"ep_router": "megatron"})
     if found.num_sms is not None:
         given["ep_num_sms"] = found.num_sms
@@ -165,7 +165,7 @@ def _command(options: argparse.Namespace, found: Translation) -> str:
 
 
 def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[str, Any]) -> None:
-    """Puts into Megatron what the script is to find there."""
+    """Installs the dispatcher and the other options in Megatron."""
     from megatron_ep.megatron import flags
 
     if flags.OVERLAP in arguments:
@@ -197,7 +197,7 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
         from megatron_ep.megatron import attention
 
         attention.enable()
-    if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # or Megatron warns
+    if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # else Megatron warns
         from megatron_ep.megatron import restart
 
         restart.enable()
@@ -213,7 +213,7 @@ def _run(script: Path, arguments: list[str]) -> None:
     try:
         with row_limit.explained(), shared_buffers.abort_peers_on_error():
             runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:  # Megatron leaves by it when all is well, too
+    except SystemExit as end:  # Megatron also raises it after success
         if end.code:
             raise
     except Exception as error:
@@ -223,10 +223,10 @@ def _run(script: Path, arguments: list[str]) -> None:
 
 
 def _end_process(error: Exception) -> None:
-    """Ends this process with status 1 after a failed call: its usual end waits for the GPU, which may wait for a rank
-    that never comes."""
+    """Ends this process with status 1 after a failed call, because its usual exit waits for the GPU, which may wait for
+    a rank that never comes."""
     sys.excepthook(type(error), error, error.__traceback__)
-    if not isinstance(error, EPStuckError):  # after which nothing may touch the GPU
+    if not isinstance(error, EPStuckError):  # after it nothing may use the GPU
         timer = threading.Timer(EXIT_S, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -237,8 +237,8 @@ def _end_process(error: Exception) -> None:
 
 
 def _end_unless_raised(cause: str) -> None:
-    """Ends this process if no call raises a failure that is known here: the main thread is inside a wait of another
-    library for a rank that never comes."""
+    """Ends this process if no call raises a known failure, because the main thread waits in another library for a rank
+    that never comes."""
 
     def end() -> None:
         if failures.has_unseen():
@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Their flags."""
+    """Adds the options to a parser. Returns their flags."""
     parser.add_argument(
         "--ep-router",
         choices=("megatron", "fused"),
@@ -301,7 +301,7 @@ def _add_options(parser: argparse.ArgumentParser) -> list[str]:
 def _refuse(message: str) -> NoReturn:
     text = f"megatron_ep.pretrain: {message}"
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # what torchrun's last lines quote, of the rank that ended first
+    if report:  # torchrun prints the report of the rank that ended first
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(PATIENCE_S)
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

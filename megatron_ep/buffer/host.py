@@ -12,7 +12,7 @@ from megatron_ep import _C
 from megatron_ep.buffer.interface import CountSettings, RankTensors, Totals
 from megatron_ep.buffer.of_group import OfGroup
 
-POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
+POOLED_BYTES = 1 << 20  # least size of outputs whose memory is pooled
 
 
 def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -32,7 +32,7 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class HostBackend(OfGroup):
     """See `interface.Backend`."""
 
-    min_local_bytes = math.inf  # the same threads would run it
+    min_local_bytes = math.inf  # a separate launch saves nothing, because the same threads would run it
     min_stores = 0.0
     host_knows_counts = True
 
@@ -118,7 +118,7 @@ class HostBackend(OfGroup):
         pass
 
     def _is_in_call(self) -> bool:
-        """In another thread: calls return when they are done. One that has failed is about to return."""
+        """Returns whether another thread is in a call, which runs to its end unless it has failed."""
         own = (status for status in self.rank_statuses() if status.rank in self._ranks)
         return any(status.inside is not None for status in own) and self.aborted() is None
 

@@ -1,4 +1,4 @@
-"""What a backend does for a buffer: launches on the ranks of this process, and what became of them."""
+"""The interface of backends, which launch on the ranks of a buffer in this process and report failures."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ class Backend(HasMemory, Protocol):
 
     @property
     def min_local_bytes(self) -> float:
-        """Rows to copy or add inside a rank, in bytes, from which a launch of its own for them saves time."""
+        """The bytes of rows to copy or add inside a rank from which a separate launch saves time."""
         ...
 
     @property
     def min_stores(self) -> float:
-        """Stores of a row that arrives, in a ring and in its output rows: from so many on dispatch leaves some to the
-        intra-rank pass."""
+        """The mean number of stores of a received row, to a ring and to output rows, from which dispatch leaves some to
+        the intra-rank pass."""
         ...
 
     @property
     def host_knows_counts(self) -> bool:
-        """Whether the host knows counts without waiting for anyone: an exchange returns when they are there."""
+        """Whether an exchange of counts returns when they have arrived, so that the host need not wait for them."""
         ...
 
     masks: bool  # whether calls may go on without ranks that have died
@@ -158,40 +158,40 @@ class Backend(HasMemory, Protocol):
     ) -> None: ...
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised, and no view, which autograd would not let be changed in place."""
+        """Returns an uninitialised tensor that is no view, because autograd allows no in-place changes of a view."""
         ...
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
-        """The tensors' memory is not given to others before the launches issued next are done.
+        """Keeps the memory of tensors from being reused before the next launches are done.
 
-        made_on: the stream that was current when they were made.
+        made_on: stream that was current when the tensors were created.
         """
         ...
 
     def may_wait_on_side_stream(self) -> bool:
-        """Whether a launch may wait for another one of the same rank that is to run beside it."""
+        """Returns whether a launch may wait for another one of the same rank, because they run in parallel."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether launches now become part of a CUDA graph."""
+        """Returns whether launches are being captured in a CUDA graph."""
         ...
 
     def current_stream(self) -> int:
-        """The stream that launches go to now; 0 without streams."""
+        """Returns the stream for launches; 0 without streams."""
         ...
 
     def aborted(self) -> tuple[str, int] | None:
-        """Why and by which rank the first launch failed since the last reset, as far as this process has heard."""
+        """Returns outcome and rank of the first failure since the last reset, if this process knows of one."""
         ...
 
     def finished(self) -> bool:
-        """Whether the last launch is known to have done all its work."""
+        """Returns whether the last launch is known to have finished."""
         ...
 
     def incidents(self) -> list[dict[str, Any]]: ...
 
     def rank_statuses(self) -> list[RankStatus]:
-        """What can be seen of all ranks in reach, this process's own among them. Waits for none."""
+        """Returns the status of all reachable ranks, including those of this process. Waits for none."""
         ...
 
     def ranks_that_left(self) -> list[int]:
@@ -199,51 +199,52 @@ class Backend(HasMemory, Protocol):
         ...
 
     def waited(self) -> list[tuple[list[int], list[int]]]:
-        """For each rank of this process: ns that it waited for each rank, in the last call and in all since a reset."""
+        """Returns, for each rank of this process, the nanoseconds that it waited for each rank, in the last call and in
+        all calls since the last reset."""
         ...
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
-        """Ends all waits of all ranks that this process can reach, unless they have ended; tells them why."""
+        """Ends all waits of all reachable ranks, and publishes the reason, unless they have been ended before."""
         ...
 
     def tell_others(self) -> None:
-        """Until other machines have what this process knows of failures, a moment at most: it may be about to end."""
+        """Sends known failures to other machines, and waits briefly for that because this process may end."""
         ...
 
     def synchronize(self) -> None:
-        """Until all launches are done."""
+        """Waits until all launches are done."""
         ...
 
     def finish_launches(self) -> None:
-        """Until all launches are done that this process knows of, and what the current stream holds if a CUDA graph
-        has captured any. `aborted` then knows of what failed in them, and of all ranks in reach that have given up."""
+        """Waits for all launches of this process, and for the current stream if a CUDA graph has captured launches.
+        `aborted` then knows their failures, and all reachable ranks that have given up."""
         ...
 
     def drain(self) -> None:
-        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long, and on
-        the host where another thread is in a call."""
+        """Waits until all launches are done and all that they sent has arrived. Raises RuntimeError if that takes too
+        long, and on the host if another thread is in a call."""
         ...
 
     def needs_memory(self) -> str:
-        """Why its memory cannot be given back even when all launches are done, or on the host because of a call in
-        another thread; "" if it can."""
+        """Returns why memory cannot be freed even if all launches are done, or on the host because another thread is in
+        a call; "" if it can."""
         ...
 
     def attach(self, part: Part) -> None:
-        """`part` is reset with this backend, as long as it lives."""
+        """Resets `part` with this backend, as long as `part` lives."""
         ...
 
     @property
-    def parts(self) -> Collection[Part]: ...  # that are
+    def parts(self) -> Collection[Part]: ...  # attached parts that live
 
     def reset(self) -> None: ...
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Runs in a later ordinary call what a finalizer must not do: on a GPU it could end a graph capture."""
+        """Defers what a finalizer must not do to a later call, because on a GPU it could end a graph capture."""
         ...
 
     def close(self) -> None:
-        """Nothing is launched any more. Waits for this rank's launches only."""
+        """Closes the backend, after which nothing is launched. Waits only for launches of this process."""
         ...
 
     @staticmethod
@@ -253,5 +254,5 @@ class Backend(HasMemory, Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in launches that have finished: all on the host, on a GPU those since it was first asked."""
+        """Seconds spent in finished launches: all of them on the host, on a GPU those since the first read of this."""
         ...

@@ -1,4 +1,4 @@
-"""What a compiled group answers in the same way on the host and on a GPU."""
+"""The part of backends that is equal on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_ep.diagnosis.blame import RankStatus
 
 
 class OfGroup:
-    """A part of `interface.Backend`.
+    """Implements a part of `interface.Backend`.
 
-    group: the compiled group, which has the ranks of this process.
-    nic: what tells ranks of other machines of failures; None: they see memory of this one.
+    group: compiled group of the ranks of this process.
+    nic: sends failures to ranks of other machines; None: all ranks share memory.
     """
 
     def __init__(self, group: Any, nic: _C.SoftwareNic | None = None):
@@ -45,7 +45,7 @@ class OfGroup:
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
         aborted = self.group.aborted()
         if aborted is not None and aborted[0] == "cut_off":
-            return  # the others go on without this rank, whatever becomes of it
+            return  # the other ranks have masked this one and do not need to know
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
         self.tell_others()
 
@@ -62,5 +62,5 @@ class OfGroup:
 
     def reset(self) -> None:
         self.group.reset()
-        for part in self.parts:  # in the same order on all ranks: that may be collective
+        for part in self.parts:  # the order is equal on all ranks, because a reset may be collective
             part.reset()

@@ -1,8 +1,8 @@
-"""Low-latency dispatch and combine as functions of torch.autograd, on checked arguments. Without a gradient nobody
-passes through them: torch takes its time.
+"""Autograd functions of low-latency dispatch and combine, on checked arguments. Calls without a gradient do not use
+them, because torch would take longer.
 
-Tensors come one after the other: the rows of each rank of this process, then the weights, if any, of each. pending: a
-list to which the call is added, None: it is received at once.
+Tensors are the rows of each rank of this process, followed by the weights of each, if any. pending: a list to which the
+call is appended; None: it is received immediately.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def differentiable_dispatch(
     x: Tensors,
     weights: Tensors | None,
 ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-    """Rows, of which those without a token are zeros, their probs and scales, and what stands in for float8 rows to get
-    their gradient: of each rank, or nothing where there are none."""
+    """Returns rows, with zeros for those without a token, probs, scales, and tensors that receive the gradient of
+    float8 rows (straight through): one of each per rank, or none."""
     n, out = len(x), DispatchFunction.apply(handle, given, pending, *x, *(weights or ()))
     parts = [out[i : i + n] for i in range(0, len(out), n)]
     rows, probs = parts.pop(0), parts.pop(0) if weights is not None else ()
@@ -44,16 +44,16 @@ def differentiable_combine(
     x: Tensors,
     weights: Tensors | None,
 ) -> Tensors:
-    """The sums."""
+    """Returns the sums of each rank."""
     if weights is None:
         return CombineFunction.apply(handle, given, pending, *x)
     return WeightedCombineFunction.apply(handle, given, pending, *x, *weights)
 
 
 class DispatchFunction(Function):
-    """(x, weights) per rank -> (rows, probs) per rank.
+    """Dispatches (x, weights) of each rank to (rows, probs).
 
-    As float8 -> (rows, probs, scales, and, if x gets a gradient, what stands in for the rows to get theirs) per rank.
+    Float8 also gives scales and, if x gets a gradient, the tensors that receive the gradient of rows.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class DispatchFunction(Function):
         n, no_x_grads = len(ctx.handle.ranks), 0
         if ctx.is_float8:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
-            if not ctx.straight_through:  # the weights' gradients alone travel, beside rows without elements
+            if not ctx.straight_through:  # only gradients of weights travel, with rows without elements
                 rows = tuple(grad.new_empty(*grad.shape, 0, dtype=torch.float32) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
@@ -94,7 +94,7 @@ class DispatchFunction(Function):
 
 
 class CombineFunction(Function):
-    """(rows, values) per rank -> (sums, values [T, K]) per rank."""
+    """Combines (rows, values) of each rank to (sums, values [T, K])."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class CombineFunction(Function):
 
 
 class WeightedCombineFunction(Function):
-    """(rows, weights) per rank -> sums per rank; the weights lie with the rows or, [T, K], with the tokens."""
+    """Combines (rows, weights) of each rank to sums; there is one weight per row, or [T, K] of the tokens."""
 
     @staticmethod
     def forward(
@@ -158,14 +158,14 @@ class WeightedCombineFunction(Function):
             products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=-1), zero))
         if ctx.sum_at_expert or not any(ctx.needs_input_grad[3 + n :]):
             return (None, None, None, *x_grads, *products)
-        # Each product goes to its token's rank, beside rows without elements.
+        # Each product is sent to the rank of its token, with rows without elements.
         nothing = [grad.new_empty(*grad.shape[:-1], 0) for grad in x_grads]
         weight_grads = bring_back(handle, [*nothing, *products])[n:]
         return (None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
+    """Sends tensors of a dispatch's tokens to their rows; other rows are zeros."""
     n, ids, plan = len(handle.ranks), handle.sent_ids(), handle.plan
     again = handle.calls.plan(
         tensors[:n],
@@ -182,7 +182,7 @@ def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[t
 
 
 def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What lies at the rows of a dispatch, summed at their tokens, and what lies beside them, [T, K]."""
+    """Sums tensors of a dispatch's rows at their tokens; values of rows return as [T, K]."""
     values = tensors[len(handle.ranks)] if len(tensors) > len(handle.ranks) else None
     plan = handle.calls.plan_combine(handle.topk, tensors[0], values, sum_at_expert=False, renormalize=False)
     return CombineFunction.apply(handle.in_backward(), CombineArguments(plan), None, *tensors)

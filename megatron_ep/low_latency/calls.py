@@ -27,7 +27,7 @@ Launch = Callable[..., None]  # of arguments, the last of which is the launches
 class Pending:
     """A call whose receiving half can be launched.
 
-    tensors: that it uses, made on this stream.
+    tensors, stream: tensors of the call, and the stream on which they were created.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ RECEIVED = Received()
 
 
 class LowLatencyCalls:
-    """Launches low-latency calls on a buffer's ranks of this process. Arguments were checked before."""
+    """Launches low-latency calls with checked arguments on the ranks of this process."""
 
     def __init__(self, group: RankGroup, heap: _C.LowLatencyHeap, ranks: LowLatencyRanks, masks: Masks | None):
         self.group = group
@@ -99,7 +99,7 @@ class LowLatencyCalls:
         return self._offsets[topk]
 
     def new_handle(self, plan: DispatchPlan, forward: LowLatencyHandle | None = None) -> LowLatencyHandle:
-        """For one dispatch."""
+        """Returns a handle for one dispatch."""
         size, device, made_on = plan.offsets["size"], self.group.device, self.backend.current_stream()
         ranks = []
         for num_tokens in plan.num_tokens:
@@ -108,12 +108,12 @@ class LowLatencyCalls:
         return LowLatencyHandle(self, plan, ranks, forward=forward)
 
     def check_received(self) -> None:
-        """Raises ValueError if a call is under way."""
+        """Raises ValueError if a call has not been received."""
         for calls in self.in_flight.values():
             calls.check_received()
 
     def log_masks(self) -> None:
-        """A warning for each rank that calls have masked, which on a GPU may be some calls ago."""
+        """Logs a warning for each rank that calls have masked, on a GPU possibly some calls ago."""
         if self.masks is not None:
             self.masks.log_news()
 
@@ -191,9 +191,9 @@ class LowLatencyCalls:
         zero: bool,
         pending: list[Pending] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales: no tensors where there are none.
+        """Dispatches x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales, if there are any.
 
-        zero: whether rows without a token hold zeros. pending: where the call goes; None: it is received at once.
+        zero: whether rows without a token are zeros. pending: gets the call; None: it is received immediately.
         """
         backend, plan = self.backend, given.plan
         out: list[torch.Tensor] = []
@@ -241,9 +241,9 @@ class LowLatencyCalls:
         weights: Sequence[torch.Tensor] | None = None,
         pending: list[Pending] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K].
+        """Combines x [*rows, H] to sums [T, H], and returns values [*rows] as [T, K].
 
-        weights: of the rows, or the tokens, as the plan says where the sums are.
+        weights: weights of rows if the plan sums at the expert, else of tokens.
         """
         handle.check()
         handle.check_received()

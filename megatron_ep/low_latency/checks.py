@@ -1,4 +1,4 @@
-"""The arguments of low-latency calls: what they must be, and what follows from them."""
+"""Checks the arguments of low-latency calls, and plans the calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLACES = ("token", "expert")
 class Limits:
     """Limits of a LowLatency's calls.
 
-    row_bytes: of `hidden` elements of its dtype. largest: of rows of `hidden` elements, float8 too.
+    row_bytes: bytes of `hidden` elements. largest: largest format of such rows, in its dtype or float8.
     """
 
     max_tokens: int
@@ -49,7 +49,7 @@ class Limits:
 
 
 class Checks:
-    """Checks arguments, and remembers the looks of those that were right: a model makes the same calls again."""
+    """Checks arguments, and caches the keys of valid ones, because a model repeats its calls."""
 
     def __init__(self, group: RankGroup, limits: Limits, calls: LowLatencyCalls):
         self._group = group
@@ -62,13 +62,13 @@ class Checks:
         return list(value) if self._group.takes_lists else [value]
 
     def _counters(self, **given: Tensors | None) -> Counters:
-        """Likewise."""
+        """Returns checked counters as lists."""
         return {name: self._listed(value) for name, value in given.items() if value is not None}
 
     def check_dispatch(
         self, tensors: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[DispatchArguments, list[torch.Tensor], list[torch.Tensor] | None]:
-        """Returns also x and topk_weights, of each rank of this process. tensors, settings: those of
+        """Returns checked arguments, x, and topk_weights, one tensor per rank of this process. tensors, settings: see
         `_plan_dispatch`."""
         x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
         looks = looks_of(settings, *tensors)
@@ -107,7 +107,7 @@ class Checks:
         fp8: str | None,
         scale_layout: str,
     ) -> DispatchPlan:
-        """Raises ValueError for anything that is wrong, but for the values of topk_idx."""
+        """Returns the plan. Raises ValueError for invalid arguments; values of topk_idx are not checked."""
         group = self._group
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -140,7 +140,7 @@ class Checks:
         )
 
     def check_gradient(self, plan: DispatchPlan, xs: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError unless the gradient of a dispatch can travel back: in x's dtype, also where rows become
+        """Raises ValueError unless the gradient of a dispatch can be combined, in x's dtype even if rows become
         float8."""
         if plan.float8 is None:
             check_summable("the gradient of x", xs[0].dtype, self._group.device.type)
@@ -150,8 +150,8 @@ class Checks:
     def check_combine(
         self, handle: LowLatencyHandle, tensors: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
-        """Returns also x and weights, of each rank of this process, as they were given: [L, W * max_tokens, ...] or
-        [R, ...]. tensors, settings: those of `_plan_combine`."""
+        """Returns checked arguments, x, and weights, one tensor per rank of this process in the caller's shape,
+        [L, W * max_tokens, ...] or [R, ...]. tensors, settings: see `_plan_combine`."""
         x, weights, out, recv_wait_ns = tensors
         sum_at, renormalize = settings
         how = (sum_at, renormalize, handle.looks)
@@ -180,7 +180,7 @@ class Checks:
         sum_at: str,
         renormalize: bool,
     ) -> CombinePlan:
-        """Raises ValueError for anything that is wrong."""
+        """Returns the plan. Raises ValueError for invalid arguments."""
         group = self._group
         if not isinstance(renormalize, bool):
             raise ValueError(f"renormalize is {renormalize!r}, must be True or False")
@@ -265,7 +265,7 @@ class Checks:
     def _flat(
         self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int, meaning: str = ""
     ) -> list[torch.Tensor]:
-        """As one dimension of rows, and `inner` others. meaning: as of `check_weights`."""
+        """Returns tensors with one dimension of rows and `inner` others. meaning: see `check_weights`."""
         if not handle.masked:
             return tensors
         flat = []

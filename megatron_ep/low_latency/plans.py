@@ -1,6 +1,6 @@
-"""Low-latency calls whose arguments were checked.
+"""Plans of low-latency calls with checked arguments.
 
-A plan is a call but for its addresses: the same whenever the arguments look the same.
+A plan is everything about a call except tensor addresses. It is cached by shapes, dtypes and options of the arguments.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from megatron_ep import _C
 from megatron_ep.low_latency.rows import Float8
 
-Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
+Counters = Mapping[str, Sequence[torch.Tensor]]  # recv_rows and recv_wait_ns of the caller, one tensor per rank
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
     """Everything about a dispatch except tensor addresses. See `LowLatencyCalls.plan`.
 
-    num_tokens: of each rank of this process. rows: that each has room for. shape: of these rows. dtype: of what
-    arrives. offsets: where the parts of a handle's layout begin.
+    num_tokens: tokens of each rank of this process. rows, shape: number and shape of the rows that each rank has room
+    for. dtype: dtype of received rows. offsets: offsets of the parts of a handle's layout.
     """
 
     topk: int
@@ -41,7 +41,7 @@ class DispatchPlan:
 
     @functools.cached_property
     def looks(self) -> tuple[object, ...]:
-        """Dispatches with the same ones fit the same rows."""
+        """The cache key of arguments: dispatches with equal keys fit the same rows."""
         return (self.topk, self.masked, self.rows, self.num_tokens)
 
 
@@ -56,7 +56,7 @@ class CombinePlan:
 
 
 class DispatchArguments(NamedTuple):
-    """Besides the tensors that may get gradients. Lists have one entry per rank of this process."""
+    """The arguments of a dispatch without gradients. Lists have one entry per rank of this process."""
 
     plan: DispatchPlan
     ids: Sequence[torch.Tensor]
@@ -65,7 +65,7 @@ class DispatchArguments(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """Likewise."""
+    """The arguments of a combine without gradients."""
 
     plan: CombinePlan
     out: Sequence[torch.Tensor] | None = None

@@ -1,4 +1,4 @@
-"""How rows of the low-latency mode travel, above all as float8."""
+"""The format of rows in the low-latency mode, in particular float8."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ BLOCKS_OF_WORD = SCALES_OF_WORD[torch.int32]
 
 @dataclass
 class Float8:
-    """How the rows of a dispatch travel as float8_e4m3fn.
+    """The format of rows that are sent as float8_e4m3fn.
 
-    scale_format: one of `reference.SCALE_FORMATS`, of bfloat16 rows that become float8 on the way; None: they are
-        float8 already.
-    column: whether the scales arrive column-major.
+    scale_format: one of `reference.SCALE_FORMATS`, for bfloat16 rows that dispatch converts; None: x is float8.
+    column: whether received scales are column-major.
     """
 
     scale_format: str | None
@@ -32,7 +31,7 @@ class Float8:
     column: bool
 
     def new_scales(self, rows: Sequence[int], hidden: int, backend: Backend, *, zero: bool) -> torch.Tensor:
-        """[*rows, ceil(H / 128)], or column-major."""
+        """Returns scales [*rows, ceil(H / 128)], row-major or column-major."""
         blocks = -(-hidden // SCALE_BLOCK)
         if not self.column:
             return new_tensor((*rows, blocks), self.scale_dtype, backend, zero=zero)
@@ -47,7 +46,7 @@ class Float8:
 def float8_of(
     xs: list[torch.Tensor], fp8: str | None, scales: list[torch.Tensor] | None, scale_layout: str
 ) -> Float8 | None:
-    """What the arguments of a dispatch ask for. Raises ValueError if they do not fit each other."""
+    """Returns the format for the arguments of a dispatch. Raises ValueError for an invalid combination."""
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}, must be one of {', '.join(map(repr, SCALE_LAYOUTS))}")
     if fp8 is not None:
@@ -76,14 +75,14 @@ def float8_of(
 
 
 def aligned_column(rows: int) -> int:
-    """Words of 4 bytes from one column of scales to the next: a multiple of 16 bytes."""
+    """Returns the stride of columns of scales in 4-byte words, a multiple of 16 bytes."""
     return -(-rows // 4) * 4
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype, backend: Backend, *, zero: bool) -> torch.Tensor:
     tensor = backend.new_output(shape, dtype)
     if zero:
-        tensor.view(torch.uint8).zero_()  # not every type can be set
+        tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
     return tensor
 
 
