@@ -41,7 +41,7 @@ def _truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config and Tuning: type, metavar and help
+SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # fields of Config and Tuning: type, metavar and help
     "num_sms": (int, "SMS", "SMs that dispatch and combine use on a GPU"),
     "channels": (int, "C", "slices of the tokens, each with rings of its own"),
     "timeout": (float, "SECONDS", "seconds that one wait for another rank may take"),
@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config and 
     ),
 }
 assert {*SETTINGS} == {*SETTING_NAMES}
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # fields of Options
     "moe_expert_rank_capacity_factor": (
         {"type": float, "metavar": "F"},
         "room for F times the rows of an even load, and no wait of the host for counts",

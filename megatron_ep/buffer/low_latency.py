@@ -80,14 +80,14 @@ class HostLowLatencyRanks:
 
 
 class InFlight:
-    """The last two calls of a kind: a third must not be sent while the first has not been received."""
+    """The last two calls of a kind: a third must not be sent before the first has been received."""
 
     def __init__(self, kind: str):
         self._kind = kind
         self._calls: deque[Call] = deque(maxlen=2)
 
     def check(self) -> None:
-        """Raises ValueError if a further call has no bank."""
+        """Raises ValueError if there is no bank for another call."""
         if len(self._calls) == 2 and not self._calls[0].received:
             raise ValueError(
                 f"the {self._kind} before the last has not been received, must be before another {self._kind} is sent: "
@@ -95,7 +95,7 @@ class InFlight:
             )
 
     def check_received(self) -> None:
-        """Raises ValueError if one has not been received."""
+        """Raises ValueError if a call has not been received."""
         if not all(call.received for call in self._calls):
             raise ValueError(f"a {self._kind} is under way, must be received before: call the hook that it returned")
 
@@ -145,7 +145,7 @@ class CudaLowLatencyRanks:
 def connect(
     group: Any, max_tokens: int, largest: Any, mask_timeout: float | None
 ) -> tuple[Any, LowLatencyRanks, Masks | None]:
-    """The heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
+    """Returns the heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
     backend, topology = group.live_backend(), group.topology
     local = len(group.ranks) == topology.world_size
     masks = None
@@ -160,7 +160,7 @@ def connect(
         backend.masks = True
 
     def make_heap(channels: int, staged: bool, lines: bool = False) -> Any:
-        """lines: whether all ranks are mapped, over links that keep lines whole; not with masks."""
+        """Returns a heap. lines: whether to use packets with inline flags, which needs mapped ranks without masks."""
         return _C.LowLatencyHeap(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
@@ -175,7 +175,7 @@ def connect(
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
-        # seeded: through a network, where some warps share a channel
+        # With a seed rows pass through a simulated network, and some warps share a channel.
         has_network = backend.is_seeded or group.spans_machines
         staged = has_network and topology.nodes > 1
         heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
@@ -187,7 +187,7 @@ def connect(
     is_mapped = isinstance(backend.group, _C.CudaGroup)
     lines = is_mapped and masks is None and group.keeps_lines()
     wanted = sizes.LINES_SMS if lines else sizes.DEFAULT_SMS
-    # the ranks of this process are launched one after the other
+    # The ranks of this process are launched one after the other, so that each launch may use the SMs of all.
     blocks = gpu.num_sms(group.config, group.device, len(group.ranks), wanted) * len(group.ranks)
     heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
     connection = group.low_latency_connection(heap, blocks)

@@ -105,7 +105,7 @@ class RankGroup(OfOneProcess):
     config: Config
     ranks: list[int]
     device: torch.device
-    number: int  # of this buffer in this process, for operators, which take no objects
+    number: int  # identifies this buffer in this process to operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
     last_counts: LastCounts | None = None  # of the last dispatch for whose counts the host has waited
@@ -245,12 +245,12 @@ class RankGroup(OfOneProcess):
         """
 
     def check_usable(self) -> None:
-        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank,
-        EPMaskedError if others have masked this one."""
+        """Raises ValueError if closed, EPAbortError if a launch failed on any rank since the last reset, EPMaskedError
+        if others have masked this one."""
         backend = self.live_backend()
         aborted = backend.aborted()
         if aborted is not None and self.device.type == "cuda":
-            raise self._failure(*aborted)  # a launch that failed after it was enqueued
+            raise self._failure(*aborted)  # the launch failed after it was enqueued
         if aborted is not None:
             backend.tell_others()
             self._is_seen = True
@@ -317,8 +317,8 @@ class RankGroup(OfOneProcess):
         return AbortPeersOnError(self, backward_of)
 
     def abort_peers(self, error: BaseException) -> None:
-        """Tells the other ranks that this one failed. Not for an EPError, which they know of."""
-        if isinstance(error, EPError) or str(error) == IN_USE:  # that call has touched nothing
+        """Ends the waits of other ranks because this one failed, unless it is an EPError, which they know."""
+        if isinstance(error, EPError) or str(error) == IN_USE:  # a call refused with IN_USE has changed nothing
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         self._is_seen |= interrupted  # that ended the waits of this process too

@@ -24,7 +24,7 @@ from megatron_ep.config import MAX_ROWS, require_int
 
 MAX_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
 
-Position = TypeVar("Position", int, torch.Tensor)  # of a row in a document
+Position = TypeVar("Position", int, torch.Tensor)  # position of a row in a document
 Item = TypeVar("Item")
 
 
