@@ -55,7 +55,6 @@ NOT_HERE = {
     "grouped_fused_moe_ep.py",
     "fused_moe_weight_ep.py",
     "loss.csv",
-    "loss.png",
 }
 
 # Names that documents mention and that are other projects'.

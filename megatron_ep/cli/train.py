@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, metavar="N", help="train until step N (train.train_iters)")
     parser.add_argument("--data", metavar="FILE", help="text to train on, UTF-8 (dataset.path)")
     parser.add_argument(
-        "--out", metavar="DIR", help="receives loss.csv, loss.png, checkpoints/ and logs/ (default: runs/RECIPE-TIME)"
+        "--out", metavar="DIR", help="receives loss.csv, checkpoints/ and logs/ (default: runs/RECIPE-TIME)"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out DIR")
     parser.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Prints a table; returns 2 for a user's mistake."""
     options = _parser().parse_args(argv)
-    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        print("megatron-ep sequences: --picture needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
     try:
         _compare(options)
     except ValueError as error:
@@ -60,11 +56,6 @@ def _compare(options: argparse.Namespace) -> None:
     _print_table(plans, row_bytes)
     if options.predict:
         _print_times(options, plans, row_bytes)
-    if options.picture is not None:
-        try:
-            _draw(plans, options.picture)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--picture {options.picture}: {reason(error)}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "megatron-ep sequences",
         description="Prints how evenly causal attention is spread over the ranks, and the bytes that Q, K, V and the "
         "output move in a forward pass (bf16): with attention where rows are at home, and balanced by the planner.",
-        epilog="example: megatron-ep sequences lengths.txt --ranks 64 --max-bytes 2000000000 --picture load.png",
+        epilog="example: megatron-ep sequences lengths.txt --ranks 64 --max-bytes 2000000000",
     )
     parser.add_argument(
         "file",
@@ -86,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--query-heads", type=int, default=64, metavar="N", help="per rank (default: 64)")
     parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="per rank (default: 8)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="width of a head (default: 128)")
-    parser.add_argument("--picture", metavar="FILE", help="draw each rank's load before and after, as PNG, SVG or PDF")
     times = parser.add_argument_group("what moving takes", "The protocol in virtual time, as `megatron-ep simulate`.")
     times.add_argument("--predict", action="store_true", help="print it")
     times.add_argument("--ranks-per-node", type=int, metavar="N", help="(all of them: one node)")
@@ -201,21 +191,3 @@ def _imbalance(plan: SequencePlan) -> float:
     """The largest load over the mean; 1 where there is none."""
     pairs = plan.attention_pairs.double()
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
-
-
-def _draw(plans: dict[str, SequencePlan], file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, plan in plans.items():
-        pairs = plan.attention_pairs.double()
-        loads = pairs / pairs.mean() if pairs.any() else pairs + 1
-        axes.stairs(loads.tolist(), label=f"{name}: {_imbalance(plan):.2f}")
-    axes.axhline(1, color="gray", linestyle="--", label="mean")
-    axes.set(xlabel="rank", ylabel="causal attention, over the mean", title=f"{len(plan.attention_pairs)} ranks")
-    figure.legend(title="max / mean", loc="outside lower center", ncols=len(plans) + 1)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_ep.training.data import Corpus
 from megatron_ep.training.recipe import Recipe
 
-FREE_TO_CHANGE = ("train.train_iters", "train.distributed_timeout", "dataset.path", "dataset.cache_dir")
+FREE_TO_CHANGE = ("train.train_iters", "train.distributed_timeout", "dataset.path")
 DEVICE = "train.device"  # may change too, but decides which random states there are
 FREE_SECTIONS = ("dispatcher", "checkpoint", "logger")
 

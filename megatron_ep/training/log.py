@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress line, loss.csv, loss.png. Rank 0 alone."""
+"""What a run shows and leaves behind: a progress line and loss.csv. Rank 0 alone."""
 
 from __future__ import annotations
 
@@ -24,35 +24,28 @@ class Row:
     """A line of loss.csv.
 
     step: counted from 1. loss: cross-entropy, nats a token, mean over the global batch. tokens_per_second: all ranks
-    together. dispatch_share: of rank 0's step time, 0 to 1, dispatch and combine. lr: used in this step. grad_norm:
-    before clipping. seconds: of the step. tflops: 10^12 floating-point operations a second of each rank, on average
-    (`flops`). memory_gib: the most so far of rank 0: on a GPU what torch has allocated, on the host what its process
-    has resident.
+    together. lr: used in this step. grad_norm: before clipping. seconds: of the step. memory_gib: the most so far of
+    rank 0: on a GPU what torch has allocated, on the host what its process has resident.
     """
 
     step: int
     loss: float
     tokens_per_second: float
-    dispatch_share: float
     lr: float
     grad_norm: float
     seconds: float
-    tflops: float
     memory_gib: float
 
     @property
     def text(self) -> str:
-        return (
-            f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s  {self.tflops:.3g} TFLOP/s a rank  "
-            f"dispatch {self.dispatch_share:.0%}  {self.memory_gib:.1f} GiB"
-        )
+        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s  {self.memory_gib:.1f} GiB"
 
 
 class TrainLog:
     """Use as a context manager around the steps; `write` once a step, `finish` at the end.
 
     Args:
-        out: directory for loss.csv and loss.png, created if need be.
+        out: directory for loss.csv, created if need be.
         first_step: steps already done; rows of loss.csv up to there are kept, later ones dropped.
     """
 
@@ -105,19 +98,17 @@ class TrainLog:
                 self._to_board(self._board, row)
 
     def finish(self) -> None:
-        """Prints the summary and draws loss.png."""
+        """Prints the summary."""
         last = self._rows[-LAST:]
         loss = statistics.fmean(row.loss for row in last)
         speed = statistics.median(row.tokens_per_second for row in self._rows)
-        share = statistics.median(row.dispatch_share for row in self._rows)
         self._console.print(
             f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
-            f"nats a token\n{speed:,.0f} tokens/s, dispatch {share:.0%} of a step (medians)\n"
-            f"wrote {self._out / 'loss.csv'}, {self._plot()}"
+            f"nats a token\n{speed:,.0f} tokens/s (median)\nwrote {self._out / 'loss.csv'}"
         )
 
     def _to_board(self, board: Any, row: Row) -> None:
-        """Writes with the names and at the steps of Megatron-LM's training_log, and adds dispatch-share."""
+        """Writes with the names and at the steps of Megatron-LM's training_log."""
         samples = row.step * self._recipe.train.global_batch_size
         for name, value in {
             "lm loss": row.loss,
@@ -127,12 +118,7 @@ class TrainLog:
         }.items():
             board.add_scalar(name, value, row.step)
             board.add_scalar(f"{name} vs samples", value, samples)
-        for name, value in {
-            "iteration-time": row.seconds,
-            "throughput": row.tflops,
-            "dispatch-share": row.dispatch_share,
-        }.items():
-            board.add_scalar(name, value, row.step)
+        board.add_scalar("iteration-time", row.seconds, row.step)
 
     def _header(self, parameters: int, first_step: int) -> None:
         recipe, model, corpus = self._recipe, self._recipe.model, self._corpus
@@ -142,36 +128,10 @@ class TrainLog:
             f"{nodes} x {ranks} ranks on {recipe.train.device}, dispatcher {recipe.dispatcher.type}\n"
             f"model: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_moe_experts} experts, "
             f"top-{model.moe_router_topk}, {parameters:,} parameters\n"
-            f"corpus: {corpus.name}, {corpus.documents} documents, {corpus.tokens:,} tokens, "
+            f"corpus: {corpus.name}, {corpus.documents} documents, {len(corpus.tokens):,} tokens, "
             f"unigram entropy {corpus.unigram_entropy:.4f} nats a token\n"
             f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else "")
         )
-
-    def _title(self) -> str:
-        topology = self._recipe.topology
-        ranks = f"{topology.nodes} x {topology.ranks_per_node} ranks"
-        run = self._out.resolve().name  # RECIPE-TIME, or what --out says
-        return f"{run}: {ranks}, dispatcher {self._recipe.dispatcher.type}"
-
-    def _plot(self) -> str:
-        """Returns what to say of it."""
-        picture = self._out / "loss.png"
-        try:
-            import matplotlib
-        except ImportError:
-            return f"no {picture.name}: pip install matplotlib"
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        axes.plot([row.step for row in self._rows], [row.loss for row in self._rows], label="loss")
-        axes.axhline(self._corpus.unigram_entropy, color="gray", linestyle="--", label="unigram entropy of the corpus")
-        axes.set(xlabel="step", ylabel="nats a token", title=self._title())
-        axes.legend()
-        with _named(picture):
-            figure.savefig(picture, dpi=120)
-        pyplot.close(figure)
-        return str(picture)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
 
     Args:
         recipe: the same on every rank.
-        out: a directory that all ranks share; receives loss.csv, loss.png and checkpoints/.
+        out: a directory that all ranks share; receives loss.csv and checkpoints/.
         resume: continue from the latest checkpoint in `out`.
 
     Raises:
@@ -78,15 +78,14 @@ def _initialize_megatron(recipe: Recipe) -> None:
 
 
 def _run(recipe: Recipe, out: Path, resume: bool) -> None:
-    from megatron_ep.training import data, flops
+    from megatron_ep.training import data
     from megatron_ep.training.checkpoint import Checkpoints
-    from megatron_ep.training.dispatch_timer import DispatchTimer
     from megatron_ep.training.log import Row, TrainLog
     from megatron_ep.training.model import build_model, build_optimizer
 
     corpus = data.prepare(recipe)
     samples = data.Samples(recipe, corpus, dist.get_rank())
-    model = build_model(recipe, data.ByteTokenizer().vocab_size)
+    model = build_model(recipe, data.VOCAB_SIZE)
     optimizer, scheduler = build_optimizer(recipe, model)
     checkpoints = Checkpoints(out / "checkpoints", recipe, corpus, model, optimizer, scheduler)
     start = checkpoints.load() if resume else 0
@@ -94,19 +93,15 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
         raise ValueError(
             f"--resume: the run is at step {start}, train.train_iters (--steps) is {recipe.train.train_iters}"
         )
-    timer = DispatchTimer(model, recipe.train.device)
     batch_tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
     log: Any = contextlib.nullcontext()
     parameters = _count_parameters(model)
-    operations = flops.of_step(
-        recipe.model, recipe.train.global_batch_size, recipe.dataset.seq_length, data.ByteTokenizer().vocab_size
-    )
     if dist.get_rank() == 0:
         log = TrainLog(out, recipe, corpus, parameters, start)
     slowest = _SlowestPeer()
     with log:
         for step in range(start, recipe.train.train_iters):
-            began, dispatched = time.perf_counter(), timer.seconds
+            began = time.perf_counter()
             lr = optimizer.param_groups[0]["lr"]
             loss, grad_norm = _train_step(recipe, model, optimizer, scheduler, samples, step)
             seconds = time.perf_counter() - began
@@ -116,11 +111,9 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         step=step + 1,
                         loss=loss,
                         tokens_per_second=batch_tokens / seconds,
-                        dispatch_share=(timer.seconds - dispatched) / seconds,
                         lr=lr,
                         grad_norm=grad_norm,
                         seconds=seconds,
-                        tflops=operations / seconds / recipe.topology.world_size / 1e12,
                         memory_gib=_max_memory(recipe.train.device) / 2**30,
                     ),
                     slowest,

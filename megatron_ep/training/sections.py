@@ -234,14 +234,11 @@ class Ddp(Section):
 
 
 class Dataset(Section):
-    """Text. path None: the Python language reference that ships with Python. cache_dir None: the user's cache.
-
-    packed: the documents of a sequence do not see each other. (The printed TFLOP/s count attention as if they did.)
-    """
+    """Text. path None: the Python language reference that ships with Python. packed: the documents of a sequence do not
+    see each other."""
 
     path: str | None = None
     seq_length: Positive
-    cache_dir: str | None = None
     packed: bool = False
 
 

@@ -1,7 +1,6 @@
 """`megatron-ep sequences`: loads and bytes of given documents, before and after."""
 
 import json
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -52,18 +51,9 @@ def test_a_bound(capsys):
     assert table["balanced"] == table["at home"]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(suffix, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert cli.main(["sequences", "plan.json", "--ranks", "2", "--picture", f"load.{suffix}"]) == 0
-    start = (tmp_path / f"load.{suffix}").read_bytes()[:8]
-    assert start.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-
-
 def test_nothing_to_compute(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     (tmp_path / "none.txt").write_text("")
-    assert cli.main(["sequences", "none.txt", "--ranks", "2", "--picture", "load.png"]) == 0
+    assert cli.main(["sequences", "none.txt", "--ranks", "2"]) == 0
     assert rows(capsys.readouterr().out)["balanced"] == [1, 0, 0, 0]
     assert cli.main(["sequences", "none.txt", "--ranks", "2", "--predict"]) == 0
     assert capsys.readouterr().out.count("0.01") > 0  # launches alone
@@ -91,8 +81,6 @@ def test_predicted_times(more, capsys):
         (["lengths.txt", "--ranks", "2", "--block", "0"], ["--block is 0"]),
         (["lengths.txt", "--ranks", "2", "--kv-heads", "0"], ["--kv-heads is 0"]),
         (["lengths.txt", "--ranks", "2", "--max-bytes", "-1"], ["--max-bytes is -1"]),
-        (["lengths.txt", "--ranks", "2", "--picture", "load.doc"], ["--picture load.doc", "not supported"]),
-        (["lengths.txt", "--ranks", "2", "--picture", "none/load.png"], ["--picture none/load.png", "No such file"]),
         (["words.txt", "--ranks", "2"], ["words.txt: line 2: '-3' is no length"]),
         (["bytes.txt", "--ranks", "2"], ["bytes.txt", "utf-8"]),
         (["half.json", "--ranks", "2"], ["half.json", "line 1"]),
@@ -115,10 +103,3 @@ def test_mistakes_are_told_in_one_line(arguments, words, tmp_path, capsys):
     assert cli.main(["sequences", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-ep sequences: ") and all(word in line for word in words), line
-
-
-def test_a_picture_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["sequences", "lengths.txt", "--ranks", "2", "--picture", "load.png"]) == 2
-    assert "--picture needs matplotlib" in capsys.readouterr().err

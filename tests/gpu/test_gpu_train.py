@@ -19,29 +19,24 @@ pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not install
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def on_host(cache, tmp_path_factory):
+def on_host(tmp_path_factory):
     out = tmp_path_factory.mktemp("host") / "run"
-    run(cache, out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}", "--set", "train.device=cpu")
+    run(out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}", "--set", "train.device=cpu")
     return out
 
 
 @pytest.fixture(scope="module")
-def on_gpu(cache, tmp_path_factory):
+def on_gpu(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu") / "run"
-    text = run(cache, out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}")
+    text = run(out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}")
     return out, text
 
 
-def resumed(source, out, cache):
+def resumed(source, out):
     """The steps after SAVED once more, on the GPU, from the source's checkpoint there."""
     shutil.copytree(source, out)
     shutil.rmtree(out / "checkpoints" / f"step_{STEPS:08d}")
-    run(cache, out, "--steps", str(STEPS), "--resume", "--set", f"checkpoint.save_interval={STEPS}")
+    run(out, "--steps", str(STEPS), "--resume", "--set", f"checkpoint.save_interval={STEPS}")
     return rows(out)[SAVED:]
 
 
@@ -57,17 +52,16 @@ def assert_alike(expected, actual):
 
 
 def test_a_run_tells_its_figures(on_gpu):
-    out, text = on_gpu
+    _, text = on_gpu
     assert "1 x 4 ranks on cuda, dispatcher ep" in text and "Traceback" not in text
-    assert all(0 < float(row["dispatch_share"]) < 1 for row in rows(out))
 
 
-def test_a_run_goes_on_from_the_host_with_the_hosts_losses(on_host, cache, tmp_path):
-    assert_alike(rows(on_host)[SAVED:], resumed(on_host, tmp_path / "gpu", cache))
+def test_a_run_goes_on_from_the_host_with_the_hosts_losses(on_host, tmp_path):
+    assert_alike(rows(on_host)[SAVED:], resumed(on_host, tmp_path / "gpu"))
 
 
-def test_a_resumed_run_continues_bit_for_bit(on_gpu, cache, tmp_path):
-    again = resumed(on_gpu[0], tmp_path / "again", cache)
+def test_a_resumed_run_continues_bit_for_bit(on_gpu, tmp_path):
+    again = resumed(on_gpu[0], tmp_path / "again")
     assert [deterministic(row) for row in again] == [deterministic(row) for row in rows(on_gpu[0])[SAVED:]]
 
 
@@ -76,14 +70,14 @@ def test_a_resumed_run_continues_bit_for_bit(on_gpu, cache, tmp_path):
     [("dispatcher.type=alltoall",), ("topology.nodes=2", "topology.ranks_per_node=2")],
     ids=["megatrons_dispatcher", "two_nodes"],
 )
-def test_the_loss_curve_is_that_of(on_gpu, cache, tmp_path, changes):
-    run(cache, tmp_path / "run", "--steps", "10", *(word for change in changes for word in ("--set", change)))
+def test_the_loss_curve_is_that_of(on_gpu, tmp_path, changes):
+    run(tmp_path / "run", "--steps", "10", *(word for change in changes for word in ("--set", change)))
     assert_alike(rows(on_gpu[0])[:10], rows(tmp_path / "run"))
 
 
-def test_a_killed_rank_ends_the_run(cache, tmp_path):
+def test_a_killed_rank_ends_the_run(tmp_path):
     out = tmp_path / "run"
-    process = start(ON_GPU, cache, out)
+    process = start(ON_GPU, out)
     until_training(process, out)
     kill_rank(out, 1)
     began = time.monotonic()
@@ -94,7 +88,7 @@ def test_a_killed_rank_ends_the_run(cache, tmp_path):
     assert not running(out)
 
 
-def test_nothing_of_a_pass_that_a_rank_stalled_is_kept(cache, tmp_path):
+def test_nothing_of_a_pass_that_a_rank_stalled_is_kept(tmp_path):
     """Two ranks, on two GPUs where there are two."""
-    texts = training_runs.run_with_a_stalled_rank(ON_GPU, cache, tmp_path / "run", "cuda", "prompt")
+    texts = training_runs.run_with_a_stalled_rank(ON_GPU, tmp_path / "run", "cuda", "prompt")
     training_runs.assert_nothing_was_kept(texts, tmp_path / "run")

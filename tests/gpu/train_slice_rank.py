@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
+from dispatch_timer import DispatchTimer
 from megatron.core import parallel_state
 
 from megatron_ep.megatron.stand_ins.host_script import take_installed_helpers
-from megatron_ep.training.dispatch_timer import DispatchTimer
 
 
 @contextlib.contextmanager

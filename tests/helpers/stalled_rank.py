@@ -31,7 +31,7 @@ RECIPE_CHANGES = (
 
 
 def main() -> int:
-    recipe_file, out, cache, device, lateness = sys.argv[1:]
+    recipe_file, out, device, lateness = sys.argv[1:]
     os.environ["MEGATRON_EP_TIMEOUT"] = str(TIMEOUT)
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from late import late
@@ -39,7 +39,7 @@ def main() -> int:
     import megatron_ep as ep
     from megatron_ep.training import loop, model, recipe
 
-    changes = [*RECIPE_CHANGES, f"train.device={device}", f"dataset.cache_dir={cache}"]
+    changes = [*RECIPE_CHANGES, f"train.device={device}"]
     seen = {"steps": 0, "forwards": 0, "kept": None, "model": None}
     forward_step, build_model, build_optimizer = loop._forward_step, model.build_model, model.build_optimizer
 

@@ -21,10 +21,10 @@ def clean_environment(**variables):
     return kept | variables
 
 
-def start(recipe, cache, out, *arguments, **variables):
+def start(recipe, out, *arguments, **variables):
     command = [sys.executable, "-m", "megatron_ep.cli.main", "train", str(recipe), "--out", str(out)]
     return subprocess.Popen(
-        [*command, "--set", f"dataset.cache_dir={cache}", *arguments],
+        [*command, *arguments],
         env=clean_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -42,16 +42,16 @@ def finish(process):
     return text
 
 
-def run(recipe, cache, out, *arguments):
-    process = start(recipe, cache, out, *arguments)
+def run(recipe, out, *arguments):
+    process = start(recipe, out, *arguments)
     text = finish(process)
     assert process.returncode == 0, text
     return text
 
 
-def run_forked(recipe, cache, out, *arguments, world):
+def run_forked(recipe, out, *arguments, world):
     """The same without the launcher; what rank 0 prints."""
-    command = ["-m", "megatron_ep.cli.main", "train", recipe, "--out", out, "--set", f"dataset.cache_dir={cache}"]
+    command = ["-m", "megatron_ep.cli.main", "train", recipe, "--out", out]
     ranks = forks.run_ranks([*command, *arguments], world)
     assert [status for status, _ in ranks] == [0] * world, "\n".join(text for _, text in ranks)
     return ranks[0][1]
@@ -95,9 +95,9 @@ def kill_rank(out, rank):
     signal_rank(out, rank, signal.SIGKILL)
 
 
-def run_with_a_stalled_rank(recipe, cache, out, device, lateness):
+def run_with_a_stalled_rank(recipe, out, device, lateness):
     """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
-    arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache), device, lateness]
+    arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), device, lateness]
     if device == "cpu":
         return [text for _, text in forks.run_ranks(arguments, 2)]
     port = free_port()

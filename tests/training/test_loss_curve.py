@@ -36,7 +36,7 @@ class Training:
     def __init__(self, loaded):
         torch.manual_seed(loaded.train.seed)
         model_parallel_cuda_manual_seed(loaded.train.seed)
-        self.model = build_model(loaded, data.ByteTokenizer().vocab_size)
+        self.model = build_model(loaded, data.VOCAB_SIZE)
         self.optimizer, self.scheduler = build_optimizer(loaded, self.model)
         self.routers = [module for module in self.model.modules() if isinstance(module, TopKRouter)]
         for router in self.routers:
@@ -66,11 +66,10 @@ class Training:
         return mean.item() / dist.get_world_size()
 
 
-def _curves(cache_dir):
+def _curves():
     join_layout(1, 4)
-    base = (*SMALLER, f"dataset.cache_dir={cache_dir}")
     theirs, *ours = [
-        Training(recipe.load(TINY, [*base, *overrides]))
+        Training(recipe.load(TINY, [*SMALLER, *overrides]))
         for overrides in (
             ("dispatcher.type=alltoall",),
             ("dispatcher.router=megatron",),
@@ -78,7 +77,7 @@ def _curves(cache_dir):
             ("dispatcher.router=fused", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
         )
     ]
-    loaded = recipe.load(TINY, base)
+    loaded = recipe.load(TINY, SMALLER)
     samples = data.Samples(loaded, data.prepare(loaded), dist.get_rank())
     curves = []
     for step in range(STEPS):
@@ -92,9 +91,9 @@ def _curves(cache_dir):
     return curves
 
 
-def test_the_loss_curve_is_that_of_megatrons_dispatcher(tmp_path):
+def test_the_loss_curve_is_that_of_megatrons_dispatcher():
     with LocalRanks(4, timeout=300.0) as ranks:
-        curves = ranks.run(_curves, tmp_path)[0]
+        curves = ranks.run(_curves)[0]
     assert curves[-1][0] < curves[0][0] - 0.5
     for theirs, same_router, fused_router, float8 in curves:
         assert abs(same_router - theirs) < 1e-6 * theirs

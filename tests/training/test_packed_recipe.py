@@ -53,16 +53,16 @@ def test_a_script_is_told():
     assert "--ep-sequences" not in script_flags.ep_flags(script_recipe.load(real))
 
 
-def run_steps(cache_dir):
+def run_steps():
     """Losses with attention at home, and on other ranks."""
     join_layout(1, 4)
     results = []
     for dispatched in (False, True):
-        loaded = recipe.load(TINY, [*PACKED, f"dataset.cache_dir={cache_dir}", f"dispatcher.sequences={dispatched}"])
+        loaded = recipe.load(TINY, [*PACKED, f"dispatcher.sequences={dispatched}"])
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         samples = data.Samples(loaded, data.prepare(loaded), dist.get_rank())
-        model = build_model(loaded, data.ByteTokenizer().vocab_size)
+        model = build_model(loaded, data.VOCAB_SIZE)
         kind = DispatchedCoreAttention if dispatched else VarlenAttention
         assert any(type(layer) is kind for layer in model.modules())
         optimizer, _ = build_optimizer(loaded, model)
@@ -82,6 +82,6 @@ def run_steps(cache_dir):
 
 
 @pytest.mark.numerical
-def test_the_same_losses(four_ranks, tmp_path):
-    for at_home, dispatched in four_ranks.run(run_steps, tmp_path):
+def test_the_same_losses(four_ranks):
+    for at_home, dispatched in four_ranks.run(run_steps):
         assert dispatched == pytest.approx(at_home, abs=1e-5)

@@ -9,5 +9,5 @@ pytest.importorskip("megatron.core")
 @pytest.mark.parametrize("lateness", ["prompt", "late"])
 def test_nothing_of_the_failed_pass_is_kept(tmp_path, lateness):
     recipe, out = training_runs.RECIPES / "tiny_moe_cpu.yaml", tmp_path / "run"
-    texts = training_runs.run_with_a_stalled_rank(recipe, tmp_path / "cache", out, "cpu", lateness)
+    texts = training_runs.run_with_a_stalled_rank(recipe, out, "cpu", lateness)
     training_runs.assert_nothing_was_kept(texts, out)

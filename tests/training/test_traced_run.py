@@ -22,9 +22,7 @@ def test_a_run_is_recorded(tmp_path, capsys):
 
     def train(out, steps, *arguments):
         settings = ("--set", "train.micro_batch_size=2", "--set", f"checkpoint.save_interval={STOPPED}")
-        training_runs.run_forked(
-            TINY, tmp_path / "cache", tmp_path / out, "--steps", steps, *settings, *arguments, world=4
-        )
+        training_runs.run_forked(TINY, tmp_path / out, "--steps", steps, *settings, *arguments, world=4)
         return [deterministic(row) for row in rows(tmp_path / out)]
 
     traced = ("--set", f"dispatcher.trace={tmp_path / 'trace'}")

@@ -1,6 +1,5 @@
 """The parts of training that need no second process."""
 
-import time
 from pathlib import Path
 
 import forks
@@ -10,69 +9,52 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-
 from megatron_ep.training import data, recipe
-from megatron_ep.training.dispatch_timer import DispatchTimer
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
 TEXT = "".join(f"{i} is a number; {i * i} is its square.\n" for i in range(2000))
 
 
 def test_default_corpus_is_text_of_a_useful_size():
-    text = b"".join(data.read_documents(None))
+    corpus = data.read(None)
+    text = bytes(corpus.tokens[corpus.tokens != data.END_OF_DOCUMENT].astype(np.uint8))
     assert len(text) > 300_000 and text.decode() and text.count(b" ") > 30_000
+    assert (corpus.tokens == data.END_OF_DOCUMENT).sum() == corpus.documents > 10
 
 
-def test_tokenize_keeps_every_byte(tmp_path):
+def test_every_byte_is_kept(tmp_path):
     source = tmp_path / "text.txt"
     source.write_bytes(TEXT.encode() + "naïve ☃\n".encode())
-    corpus = data.tokenize(str(source), tmp_path / "cache")
-    dataset = IndexedDataset(corpus.prefix)
-    stored = np.concatenate([dataset[i] for i in range(len(dataset))])
+    corpus = data.read(str(source))
+    stored = corpus.tokens
     assert bytes(stored[:-1].astype(np.uint8)) == source.read_bytes() and stored[-1] == data.END_OF_DOCUMENT
-    assert corpus.tokens == len(stored) and corpus.documents == 1
+    assert corpus.documents == 1 and stored.dtype == np.uint16
     counts = np.bincount(stored)
     assert corpus.unigram_entropy == pytest.approx(-sum(c / len(stored) * np.log(c / len(stored)) for c in counts if c))
+
+
+def _prepare(texts):
+    path = texts[torch.distributed.get_rank()]
+    try:
+        return data.prepare(recipe.load(TINY, [f"dataset.path={path}"])).fingerprint
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_ranks_read_one_text(four_ranks, tmp_path):
+    texts = [tmp_path / f"{rank}.txt" for rank in range(4)]
+    for text in texts:
+        text.write_text(TEXT)
+    assert four_ranks.run(_prepare, texts) == [data.read(str(texts[0])).fingerprint] * 4
+    texts[2].write_text(TEXT + ".")
+    assert all("rank 2 reads another text than rank 0" in said for said in four_ranks.run(_prepare, texts))
+    texts[1].unlink()
+    assert four_ranks.run(_prepare, texts) == [f"dataset.path {texts[1]}: No such file or directory"] * 4
 
 
 def test_unigram_entropy_of_known_distributions():
     assert data.unigram_entropy(np.array([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
     assert data.unigram_entropy(np.array([7, 0])) == 0
-
-
-def test_cache_is_keyed_by_the_text(tmp_path):
-    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
-    first.write_text(TEXT)
-    second.write_text(TEXT)
-    corpus = data.tokenize(str(first), tmp_path / "cache")
-    written = Path(corpus.prefix + ".bin").stat().st_mtime_ns
-    assert data.tokenize(str(second), tmp_path / "cache") == corpus
-    assert Path(corpus.prefix + ".bin").stat().st_mtime_ns == written
-    second.write_text(TEXT + ".")
-    assert data.tokenize(str(second), tmp_path / "cache").fingerprint != corpus.fingerprint
-
-
-def test_tokenize_after_an_interrupted_one(tmp_path):
-    source = tmp_path / "text.txt"
-    source.write_text(TEXT)
-    corpus = data.tokenize(str(source), tmp_path / "cache")
-    directory = Path(corpus.prefix).parent
-    (directory / "corpus.json").unlink()
-    Path(corpus.prefix + ".bin").write_bytes(b"half")
-    assert data.tokenize(str(source), tmp_path / "cache") == corpus
-    assert Path(corpus.prefix + ".bin").stat().st_size == 2 * corpus.tokens
-    assert not list(directory.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("summary", ["{not JSON", "[]", '{"name": "a"}', "null"])
-def test_a_cache_that_somebody_else_has_written(tmp_path, summary):
-    source = tmp_path / "text.txt"
-    source.write_text(TEXT)
-    corpus = data.tokenize(str(source), tmp_path / "cache")
-    Path(corpus.prefix).with_name("corpus.json").write_text(summary)
-    with pytest.raises(ValueError, match=r"corpus\.json was not written by megatron-ep, remove it"):
-        data.tokenize(str(source), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("content", "word"), [(None, "No such file"), (" \n", "empty")])
@@ -81,14 +63,14 @@ def test_corpus_mistakes(tmp_path, content, word):
     if content is not None:
         source.write_text(content)
     with pytest.raises(ValueError, match=word):
-        data.tokenize(str(source), tmp_path / "cache")
+        data.read(str(source))
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_an_epoch_shows_every_sequence_once_in_an_order_that_no_rank_count_changes(tmp_path, micro_batch_size):
     source = tmp_path / "text.txt"
     source.write_text(TEXT)
-    corpus = data.tokenize(str(source), tmp_path / "cache")
+    corpus = data.read(str(source))
 
     def steps(nodes, micro_batch_size, count, first=0):
         tiny = recipe.load(TINY, [f"topology.nodes={nodes}", f"train.micro_batch_size={micro_batch_size}"])
@@ -116,80 +98,7 @@ def test_a_corpus_shorter_than_a_batch(tmp_path):
     source = tmp_path / "text.txt"
     source.write_text("short")
     with pytest.raises(ValueError, match="6 tokens, a global batch needs 16 x 128"):
-        data.Samples(recipe.load(TINY), data.tokenize(str(source), tmp_path), 0)
-
-
-class _Slow(torch.autograd.Function):
-    """Identity that takes a while in both directions and keeps account."""
-
-    @staticmethod
-    def forward(ctx, x, seconds, account):
-        ctx.seconds, ctx.account = seconds, account
-        _Slow._sleep(seconds, account)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        _Slow._sleep(2 * ctx.seconds, ctx.account)
-        return grad, None, None
-
-    @staticmethod
-    def _sleep(seconds, account):
-        began = time.perf_counter()
-        time.sleep(seconds)
-        account.append(time.perf_counter() - began)
-
-
-class _Dispatcher:
-    def __init__(self, account):
-        self.account = account
-
-    def _step(self, x):
-        return _Slow.apply(x, 0.005, self.account)
-
-    def dispatch_preprocess(self, x, routing_map, probs):
-        return self._step(x), probs
-
-    def token_dispatch(self, x, probs):
-        return self._step(x), probs
-
-    def dispatch_postprocess(self, x, probs):
-        return self._step(x), [1, 2], probs
-
-    combine_preprocess = token_combine = combine_postprocess = _step
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, dispatching, computing):
-        super().__init__()
-        self.token_dispatcher, self.computing = _Dispatcher(dispatching), computing
-
-    def forward(self, x, probs):
-        dispatcher = self.token_dispatcher
-        x, probs = dispatcher.dispatch_preprocess(_Slow.apply(x, 0.1, self.computing), None, probs)
-        x, probs = dispatcher.token_dispatch(x, probs)
-        x, _, probs = dispatcher.dispatch_postprocess(x, probs)
-        x = _Slow.apply(x * probs, 0.1, self.computing)
-        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(x)))
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_dispatch_timer_counts_the_steps_and_nothing_else(layers):
-    dispatching, computing = [], []
-    model = torch.nn.ModuleList([_Layer(dispatching, computing) for _ in range(layers)])
-    timer = DispatchTimer(model, "cpu")
-    x, probs = torch.randn(4, 3, requires_grad=True), torch.rand(4, 1, requires_grad=True)
-    y = x * 1
-    for layer in model:
-        y = layer(y, probs)
-    assert len(dispatching) == 6 * layers
-    assert sum(dispatching) <= timer.seconds < sum(dispatching) + sum(computing) / 2
-    y.square().sum().backward()
-    assert len(dispatching) == 12 * layers
-    assert sum(dispatching) <= timer.seconds < sum(dispatching) + sum(computing) / 2
-    torch.testing.assert_close(y, x * probs**layers)
-    torch.testing.assert_close(x.grad, 2 * y * probs**layers)
-    torch.testing.assert_close(probs.grad, (2 * y * x * layers * probs ** (layers - 1)).sum(1, keepdim=True))
+        data.Samples(recipe.load(TINY), data.read(str(source)), 0)
 
 
 HOST_RUNTIME = """

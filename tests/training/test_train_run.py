@@ -28,18 +28,13 @@ def start(*arguments, **variables):
 
 
 @pytest.fixture(scope="module")
-def run(cache):
+def run():
     """run(OUT, ARGUMENT...) without a launcher, which other tests have."""
 
     def train(out, *arguments):
-        return training_runs.run_forked(TINY, cache, out, *arguments, *SOON, world=4)
+        return training_runs.run_forked(TINY, out, *arguments, *SOON, world=4)
 
     return train
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +53,7 @@ def test_a_run_learns_and_leaves_its_figures(trained):
     assert 5.2 < losses[0] < 6.2, "a fresh model knows nothing: ln 257 = 5.55, and what initialisation adds"
     assert sum(losses[-5:]) / 5 < entropy - 0.3 and 2.5 < entropy < 4
     for row in table:
-        assert 0 < float(row["dispatch_share"]) < 1 and float(row["tokens_per_second"]) > 0
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert float(row["tokens_per_second"]) > 0
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step_00000020", "step_00000025"]
     assert "dispatcher ep" in text and "step 20/25" in text and "Traceback" not in text
 
@@ -70,19 +64,17 @@ def test_a_resumed_run_continues_bit_for_bit(trained, run, tmp_path):
     shutil.copytree(source, out)
     shutil.rmtree(out / "checkpoints" / f"step_{STEPS:08d}")
     (out / "checkpoints" / "step_00000099.partial").mkdir()  # a save that was interrupted
-    (out / "loss.png").unlink()
     text = run(out, "--steps", str(STEPS), "--resume", "--set", "checkpoint.save_interval=1000")
     assert f"resumed after step {SAVED}" in text
     assert [deterministic(row) for row in rows(out)] == [deterministic(row) for row in rows(source)]
     assert rows(out)[SAVED - 1] == rows(source)[SAVED - 1], "kept as they were"
     assert rows(out)[SAVED]["seconds"] != rows(source)[SAVED]["seconds"], "trained again"
-    assert (out / "loss.png").exists()
 
 
 @pytest.mark.nightly
-def test_resuming_something_else_names_the_difference(trained, cache):
+def test_resuming_something_else_names_the_difference(trained):
     out, _ = trained
-    process = start(cache, out, "--resume", "--set", "train.seed=7", "--set", "topology.nodes=1")
+    process = start(out, "--resume", "--set", "train.seed=7", "--set", "topology.nodes=1")
     text = finish(process)
     assert process.returncode == 2, "the user's mistake, which only the ranks find"
     assert "train.seed was 1234, is 7" in text and "topology.nodes was 2, is 1" in text
@@ -101,9 +93,9 @@ def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, ru
 
 
 @pytest.mark.nightly
-def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
+def test_ctrl_c_ends_everything_quietly(tmp_path):
     out, before = tmp_path / "run", shared_memory.names()
-    process = start(cache, out, "--set", "topology.nodes=1")
+    process = start(out, "--set", "topology.nodes=1")
     until_training(process, out)
     assert len(running(out)) == 3
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launcher's group
@@ -117,9 +109,9 @@ def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
+def test_a_killed_rank_ends_all_and_is_named_once(tmp_path):
     out, before = tmp_path / "run", shared_memory.names()
-    process = start(cache, out, "--set", "topology.nodes=1")
+    process = start(out, "--set", "topology.nodes=1")
     until_training(process, out)
     kill_rank(out, 1)
     began = time.monotonic()
@@ -132,9 +124,9 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
 
 
 @pytest.mark.nightly
-def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
+def test_ranks_end_with_a_killed_launcher(tmp_path):
     out = tmp_path / "run"
-    process = start(cache, out, "--set", "topology.nodes=1")
+    process = start(out, "--set", "topology.nodes=1")
     until_training(process, out)
     process.kill()
     process.wait(timeout=10)
@@ -143,13 +135,13 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
 
 
 @pytest.mark.nightly
-def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_path):
+def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     arguments = ["--steps", "12", "--set", "topology.nodes=1"]
     arguments += ["--set", "train.global_batch_size=8", "--set", "dataset.seq_length=32"]
-    arguments += ["--set", "checkpoint.save_interval=4", "--set", f"dataset.cache_dir={cache}"]
+    arguments += ["--set", "checkpoint.save_interval=4"]
     process = subprocess.Popen(
         [*command, "-m", "megatron_ep.cli.main", "train", str(TINY), "--out", str(out), *arguments],
         env=training_runs.clean_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
@@ -175,7 +167,7 @@ def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_p
 
 
 @pytest.mark.nightly
-def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
+def test_slurm_tasks_find_each_other(trained, tmp_path):
     port = free_port()
     variables = {
         "SLURM_STEP_NUM_TASKS": "2",
@@ -183,7 +175,7 @@ def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    command = ["-m", "megatron_ep.cli.main", "train", TINY, "--out", tmp_path, "--set", f"dataset.cache_dir={cache}"]
+    command = ["-m", "megatron_ep.cli.main", "train", TINY, "--out", tmp_path]
     command += ["--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2", *SOON]
     environment = training_runs.clean_environment(**variables)
     tasks = forks.run(command, [environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)])
