@@ -58,8 +58,7 @@ struct TransferArgs {
     bool is_weighted = false;   // a combine that multiplies rows
     bool fills_tables = false;  // dispatch that makes the handle
     // Flat layout: rows lie in order of arrival, once each for any number of experts, with K
-    // weights each. A dispatch that fills tables then stores the local expert for each k in
-    // `dst_rows`.
+    // weights each. A dispatch that fills tables stores the local experts in `dst_rows`.
     bool is_flat = false;
     uint32_t handle_age = 0;  // resets since the handle was made
 
@@ -165,8 +164,7 @@ struct CombineArgs : TransferArgs {
     // [max_received, payload_bytes]: for each arrived row the sum over this rank's experts, made by
     // the intra-rank pass (see ExpertRows); null without that pass.
     char* sums = nullptr;
-    // Warps of the intra-rank pass that share the rows of one source rank and channel: warp i %
-    // sum_warps sums row i.
+    // Warps of the intra-rank pass per source rank and channel: warp i % sum_warps sums row i.
     int sum_warps = 1;
     // [T, payload_bytes] each, added before all else; null: none. At most 32 - K of them.
     const char* bias[2] = {nullptr, nullptr};

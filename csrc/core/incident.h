@@ -1,3 +1,4 @@
+// Incidents: why a call failed, and the control block by which ranks know of each other's failures.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +8,8 @@
 
 namespace ep {
 
-// What a role was waiting for when its wait ended badly. bindings/incidents.cpp has the names that
-// users see.
+// What a role was waiting for when its wait ended badly. bindings/incidents.cpp names them for
+// users.
 enum class Wait : int {
     None,
     NotifyRail,
@@ -67,8 +68,7 @@ enum class Outcome : int {
     Lost,      // the connection to this rank broke
 };
 
-// A wait is over once `observed` >= `required`. `peer` is the rank that has to make progress; -1:
-// none.
+// A wait is over once `observed` >= `required`. peer: the rank that must make progress; -1: none.
 struct WaitCondition {
     uint64_t observed;
     uint64_t required;

@@ -1,3 +1,4 @@
+// Arguments and layout of the low-latency mode's kernels.
 #pragma once
 
 #include <cstddef>
@@ -127,7 +128,7 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix if expert_rows
     // is 0): each 4-byte word of a row's scales has its own column.
     int64_t scale_column = 0;
-    // [W], the caller's, or null: receives the number of rows from each rank in addition.
+    // [W], the caller's, or null: the number of rows from each rank is added to it.
     int64_t* recv_rows = nullptr;
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;

@@ -1,3 +1,4 @@
+// Layout of the low-latency mode's symmetric heap.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +14,8 @@
 
 namespace ep {
 
-// What the tokens of one rank chose at another, as words with inline flags: 32 bits of data in the
-// low half, the low 32 bits of the call's number in the high half. Functions return indices of
-// words.
+// What the tokens of one rank chose at another, as words with inline flags: data in the low half,
+// the low 32 bits of the call's number in the high half. Functions return indices of words.
 struct ChoiceWords {
     static constexpr int kHalves = 2;
 
@@ -206,8 +206,7 @@ struct LowLatencyHeap {
         return released_ +
                ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
     }
-    // The last dispatch for which `rank` has sent this part of its choices; a ChoiceFlag if `rank`
-    // is not mapped.
+    // The last dispatch for which `rank` has sent this part of its choices; unmapped: a ChoiceFlag.
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }

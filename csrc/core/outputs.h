@@ -12,7 +12,7 @@ namespace ep {
 
 // What a dispatch or combine of one rank writes for its caller. If the call is given up, all of it
 // is filled with kPoison, which cannot pass for data: NaN in every float type (also e8m0), -1 in
-// every integer type.
+// integer types.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
     static constexpr int kParts = 4;

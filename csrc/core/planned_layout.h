@@ -1,3 +1,4 @@
+// Layouts that need no notify, because all ranks know beforehand which rows move where.
 #pragma once
 
 #include <cstddef>

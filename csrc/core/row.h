@@ -1,3 +1,4 @@
+// The format of a row in a ring slot, and integer helpers for it.
 #pragma once
 
 #include <cstddef>

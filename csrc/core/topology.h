@@ -7,8 +7,8 @@ namespace ep {
 // Ranks of the largest NVLink domain, and most ranks of one machine that share memory.
 constexpr int kMaxNodeRanks = 72;
 
-// Nodes of equally many ranks. A rank is node * ranks_per_node + local; a rail is the ranks of
-// equal local index.
+// Nodes of equal size. A rank is node * ranks_per_node + local; a rail has the ranks of one local
+// index.
 struct Topology {
     int nodes;
     int ranks_per_node;

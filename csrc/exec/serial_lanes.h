@@ -5,8 +5,7 @@
 
 namespace ep {
 
-// Lanes that one thread runs one after the other: the common part of warps on the host and in
-// virtual time.
+// Lanes that one thread runs one after the other, for warps on the host and in virtual time.
 struct SerialLanes {
     template <class T>
     struct PerLane {

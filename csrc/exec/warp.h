@@ -1,3 +1,4 @@
+// WarpLike: what the protocol requires of a warp on a GPU, on the host and in virtual time.
 #pragma once
 
 #include <concepts>

@@ -1,3 +1,4 @@
+// Host memory for symmetric heaps, private or shared between processes.
 #pragma once
 
 #include <sys/types.h>
@@ -6,8 +7,7 @@
 
 namespace ep {
 
-// How another process of this machine finds a segment. The inode tells a wrong file from the right
-// one.
+// How another process of this machine finds a segment. The inode identifies the right file.
 struct SegmentAddress {
     pid_t process;
     int descriptor;

@@ -13,7 +13,6 @@ namespace ep {
 //             the slots of earlier tokens are free.
 // No deadlock: the receiver of the first token that is not freed waits for rows only, and has
 // published all heads that it can before it waits.
-// that it has published all heads that it can.
 
 // Progress of a channel's receivers, in tokens of all calls.
 struct ReceiverOrder {

@@ -79,7 +79,7 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
 }
 
 // Output rows of one arrived row: lane k has that of the k-th expert. written: lanes whose rows are
-// copied now. cleared: lanes whose rows are zeroed: `dst_rows` has no room for the arrived row.
+// copied now. cleared: lanes whose rows are zeroed, as `dst_rows` has no room for the arrived row.
 template <WarpLike W>
 struct OutputRows {
     typename W::template PerLane<void*> row, scales;

@@ -1,3 +1,4 @@
+// The expert rows of an arrived row, as combine and the intra-rank pass use them.
 #pragma once
 
 #include "core/args.h"

@@ -67,8 +67,8 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
 }
 
 // Marks the counts as unknown. Called by any one warp before step 1. If the counts never come, a
-// caller that does not wait for them finds -1 rows for every expert, and no call uses a layout
-// whose epoch is 0.
+// caller that does not wait for them finds -1 rows for every expert, and no call uses a layout of
+// epoch 0.
 template <WarpLike W>
 EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     const int local_experts = args.layout.local_experts();

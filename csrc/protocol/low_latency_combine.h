@@ -243,7 +243,7 @@ EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& t
     return true;
 }
 
-// kLines: whether sums travel as lines, as the arguments say. in_one_launch: with the other half.
+// kLines: sums travel as lines (by_lines). in_one_launch: one launch runs both halves.
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,

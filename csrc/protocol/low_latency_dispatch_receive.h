@@ -6,8 +6,7 @@
 namespace ep {
 
 // The receiving half of a low-latency dispatch: the choices of all ranks give every row its place,
-// in the order of (expert, source rank, token). A piece of a row is read as soon as its tag
-// arrives.
+// in the order of (expert, source rank, token). A piece is read once its tag arrives.
 
 template <class W, class F>
 EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {

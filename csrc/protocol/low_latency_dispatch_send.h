@@ -114,7 +114,7 @@ EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int rank, int
     warp.lanes(count, [&](int lane) { words[lane] = rows[lane]; });
 }
 
-// Sends a rank one part of what this rank's tokens chose there (see LowLatencyHeap).
+// Sends a rank a part of what this rank's tokens chose there, see LowLatencyHeap; unmapped: all.
 template <WarpLike W, class F>
 EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, int part) {
     const LowLatencyHeap& heap = call.heap();

@@ -88,8 +88,8 @@ EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
 }
 
 // Masks the ranks that are left out from now on, and notifies them and the host. Called by the
-// first warp once the membership is decided. Returns false if this rank itself has been masked as
-// silent and must end.
+// first warp once the membership is decided. Returns false if this rank has been masked as silent
+// and must end.
 template <WarpLike W, class F, class Args>
 EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half,
                       Wait wait) {
@@ -284,8 +284,8 @@ EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t 
                                           popcount(choices));
 }
 
-// Drops a dispatch's choices of ranks that do not take part, and records them as not sent. rank: of
-// each choice; -1: none.
+// Drops a dispatch's choices of ranks that do not take part, and records them as not sent. rank:
+// each choice's; -1: none.
 template <WarpLike W, class F, class Args>
 EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
                         typename W::template PerLane<int>& rank) {

@@ -5,10 +5,10 @@
 namespace ep {
 
 // Words with inline flags: 32 bits of data, and above them the low 32 bits of their call's number.
-// Choices travel so, and the values beside returned rows. A word is stored whole, so no sender
-// waits for earlier words to arrive and a reader waits for one word alone. Each bank has its own
-// words, and each word of a call is stored before it is read, so the word of a call with the same
-// low half, 2^32 calls earlier, is never there.
+// Choices, and the values beside returned rows, travel as words. A word is stored whole, so no
+// sender waits for earlier words to arrive and a reader waits for one word alone. Each bank has its
+// own words, and each word of a call is stored before it is read, so the word of a call with the
+// same low half, 2^32 calls earlier, is never there.
 
 // The words that `rank` stores in the heap of rank `at`.
 template <class F>

@@ -1,3 +1,4 @@
+// Tokens in dispatch: which ranks and nodes they go to, and the headers that travel with them.
 #pragma once
 
 #include "core/args.h"
@@ -22,8 +23,8 @@ EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
     return warp.last_of(args.layout.topk, peer);
 }
 
-// Finds the distinct nodes among a row's experts, of `count` from other_node(first) on. Returns the
-// first lane of each.
+// Finds the distinct nodes among a row's experts, of `count` from other_node(first) on. Returns
+// each one's first lane.
 template <WarpLike W>
 EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
                            const typename W::template PerLane<int>& expert,

@@ -1,3 +1,4 @@
+// Configuration and arguments of the router.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,7 @@ struct RouterForward {
     bool* aux_map;  // [T, E]: top K of the aux_scores | null, exactly when aux_scores is
 };
 
-// The gradient of the logits from those of weights, probs and aux_scores, each of which may be
-// null.
+// The gradient of the logits, from those of weights, probs and aux_scores, each of them or null.
 struct RouterBackward {
     int64_t tokens;
     DType dtype;          // of the logits, the dense probs and their gradients

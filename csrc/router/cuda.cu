@@ -1,3 +1,4 @@
+// Launches of the router's CUDA kernels.
 #include <cuda_runtime.h>
 
 #include <stdexcept>

@@ -1,3 +1,4 @@
+// The router on the host: rows are divided among threads.
 // clang-format off
 #include "router/options.h"
 // clang-format on
@@ -38,8 +39,8 @@ int count_threads(int64_t rows, int experts, int max_threads) {
 }
 
 // Calls f(thread, first, last) for pieces of [0, rows), on whichever thread is free. They are the
-// threads of torch's operators: idle ones keep their cores for a while, and other threads would
-// wait for them.
+// threads of torch's operators: idle ones keep their cores for a while, and others would wait for
+// them.
 template <class F>
 void in_parallel(int64_t rows, int experts, int threads, F f) {
     const int64_t at_once = std::max<int64_t>(1, kElementsAtOnce / experts);
@@ -78,8 +79,7 @@ EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForwa
     with_type(args.dtype, [&]<class T>() { forward_rows_of<T>(config, args, first, last); });
 }
 
-// Prefetches a row's choices, the only scattered loads: waiting for them would take most of the
-// time.
+// Prefetches a row's choices: most of the time would be spent waiting for these scattered loads.
 template <class Storage>
 void fetch_choices(const RouterConfig& config, const RouterBackward& args, int64_t row) {
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;

@@ -1,3 +1,4 @@
+// CUDA kernels of the router.
 #pragma once
 
 #include <cstddef>

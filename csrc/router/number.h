@@ -1,8 +1,7 @@
 #pragma once
 
 // Numbers as the router sees them: storage types to real (float or double) and back, keys that
-// order like the reals, exp and sigmoid. Host loops over these functions vectorise: no branches, no
-// tables.
+// order like the reals, exp and sigmoid. Host loops over these vectorise: no branches, no tables.
 
 #include <cmath>
 #include <cstdint>

@@ -1,3 +1,4 @@
+// The router, forward and backward: it chooses the experts of each token and weighs them.
 #pragma once
 
 #include "router/args.h"

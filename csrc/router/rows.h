@@ -60,8 +60,8 @@ struct ForwardScratch {
     int32_t* id;        // [kMaxTopk]
 };
 
-// Excludes the experts of all but the best groups. A group's score is the sum of its best topk /
-// group_topk scores.
+// Excludes the experts of all but the best groups. A group's score is the sum of its topk /
+// group_topk best.
 template <class Team, class R>
 EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const ForwardScratch<R>& s) {
     const int group_size = config.experts / config.groups;
@@ -162,8 +162,8 @@ EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForwa
 }
 
 // Finishes a row of replayed choices. Of repeated ones the first keeps its place. The ids were not
-// checked, which would make the host wait: an invalid one stays, so that dispatch rejects it, and
-// makes all weights NaN.
+// checked, which would make the host wait: an invalid one stays, for dispatch to reject, and makes
+// all weights NaN.
 template <class Team, class R>
 EP_FN void finish_replay(Team& team, const RouterConfig& config, const int64_t* replay,
                          int64_t* ids, R* weights, const ForwardScratch<R>& s) {

@@ -1,3 +1,4 @@
+// The largest keys on the host: Team::take_top (team.h).
 // clang-format off
 #include "router/options.h"
 // clang-format on
@@ -17,8 +18,7 @@ K find_largest(const K* keys, int n) {
     return largest;
 }
 
-// The lowest index that holds `key`, as a minimum over all: a search with an early exit does not
-// vectorize.
+// The lowest index that holds `key`, as a minimum over all: an early exit does not vectorize.
 template <class K>
 int find(const K* keys, int n, K key) {
     int lowest = n;
@@ -29,7 +29,7 @@ int find(const K* keys, int n, K key) {
     return lowest;
 }
 
-// A tournament: the largest key of each block is kept, so that taking one looks at those and at one
+// A tournament: the largest key of each block is kept, so that taking one scans these and one
 // block.
 template <class K>
 void take_top_by_blocks(K* keys, int n, int count, Choice<K>* choices) {

@@ -27,8 +27,7 @@ struct KeyCount {
 };
 
 // sum_top for a team that can count: count_and_next(keys, n, k) returns how many keys equal k, and
-// the largest key below it (kNoKey: none). Where keys are does not matter, so equal ones are
-// counted.
+// the largest key below it (kNoKey: none). Positions do not matter, so equal keys are counted.
 template <class R, class Team>
 EP_FN R sum_top_by_counting(Team& team, const Key<R>* keys, int n, int count) {
     Key<R> key = kNanKey<Key<R>>;  // nothing is above it

@@ -1,3 +1,4 @@
+// Helpers for the CUDA runtime: errors become exceptions, and a guard sets the current device.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -59,8 +59,8 @@ class BulkCopier {
         stage_chunks<hint, BulkBuffers::kBuffers - 1>();
     }
 
-    // Copies a row, which is read once, to the destination of each lane in the mask. Returns when
-    // it has been read.
+    // Copies a row, read once, to the destination of each lane in the mask. Returns when it is
+    // read.
     template <CacheHint hint>
     __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
                                               size_t bytes) {
@@ -80,8 +80,7 @@ class BulkCopier {
         char* out = static_cast<char*>(own_dst);
         for_each_chunk(src, 2 * count, [&](char* part, uint32_t done, uint32_t size) {
             const float scale = rows::quantize_shared(part, size / 2, format);
-            // Orders these stores before the engine's reads, which might find what was there
-            // before.
+            // Orders these stores before the engine's reads, which might find older bytes.
             ptx::fence_proxy_async_shared();
             __syncwarp();
             if (writes) ptx::bulk_store<false>(out + done / 2, part, size / 2);
@@ -172,8 +171,7 @@ class BulkCopier {
     }
 
     // Sums rows, which may lie anywhere, and sends the sum as lines. Few lines, a single row, or
-    // more rows than the buffers hold a piece of, are summed in registers, which then hold enough
-    // at once.
+    // more rows than the buffers hold pieces of are summed in registers.
     template <class T, class Weight>
     __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
                                              uint32_t mask, uint32_t bytes, const Lines& lines,
@@ -294,8 +292,7 @@ class BulkCopier {
         }
     }
 
-    // Fills the oldest buffer first: its writes are done while those of the kYounger others may
-    // still read theirs.
+    // Fills the oldest buffer first: its writes are done when the kYounger others may still read.
     template <CacheHint hint, int kYounger>
     __device__ __forceinline__ void stage_chunks() {
         if (!left_) return;
@@ -303,8 +300,7 @@ class BulkCopier {
         if constexpr (kYounger > 0) stage_chunks<hint, kYounger - 1>();
     }
 
-    // Starts to read the next chunk, once all but the kPending newest writes have read their
-    // buffers.
+    // Starts to read the next chunk, once all but kPending newer writes have read their buffers.
     template <CacheHint hint, int kPending>
     __device__ __forceinline__ void fill() {
         ptx::bulk_wait_read<kPending>();

@@ -20,8 +20,7 @@ struct DeviceRank {
     ControlBlock* report;
     uint64_t** abort_words;  // of the ranks whose memory this one can write, itself included
     uint64_t* waited;        // [world], ns, see Heap
-    // Whether the report's abort word ends waits, too: for a host that hears of ranks on other
-    // machines.
+    // Whether the report's abort word ends waits, too: the host hears of ranks on other machines.
     bool hears_report;
 };
 

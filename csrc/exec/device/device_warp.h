@@ -92,8 +92,7 @@ class DeviceWarp {
         return __shfl_sync(kAll, sum, 31);
     }
 
-    // Swaps the blocks of 16 x 16 bits beside the diagonal, then within each block those of 8 x 8,
-    // and so on.
+    // Swaps the off-diagonal blocks of 16 x 16 bits, then those of 8 x 8 in each block, and so on.
     __device__ __forceinline__ void transpose(PerLane<uint32_t>& bits) {
         uint32_t low = 0xffff;  // the bits of the left blocks
 #pragma unroll
@@ -493,8 +492,8 @@ class DeviceWarp {
     }
 
     // Polls until enough(lanes whose need is met) holds. Returns these lanes; 0 if the wait ended
-    // badly. Lanes from `count` on need `other`. over: set, instead of giving up, after max_ns or
-    // with the deadline.
+    // badly. Lanes from `count` on need `other`. over: set instead of giving up after max_ns or the
+    // deadline.
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
                                              const WaitCondition& other, uint64_t max_ns = 0,

@@ -12,8 +12,7 @@
 #include "exec/device/sums.h"
 
 // Lines: eight neighbouring lanes store or load a line by one instruction, so that it is whole. All
-// 32 lanes call each function; pointers and sizes are the same in all lanes unless they are called
-// a lane's own.
+// 32 lanes call each function; pointers and sizes are the same in all lanes unless named own_*.
 namespace ep::rows {
 
 // A group: the lines that one instruction loads or stores.
@@ -112,8 +111,7 @@ __device__ __forceinline__ void send_lines(char* own_slot, uint32_t mask, const 
 }
 
 // Sends a row of `count` bf16 as fp8, a block of lines at a time: 56 units of 16 values, of which
-// each lane makes two, and eight lanes their scale. Shuffles pass them to the lanes that store
-// them.
+// each lane makes two, and eight lanes their scale. Shuffles pass them to the storing lanes.
 __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, const char* src,
                                                uint32_t count, const Lines& lines, uint64_t tag,
                                                ScaleFormat format) {
@@ -236,8 +234,7 @@ __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight
     }
 }
 
-// Stores units that the lanes have loaded of lines [first, end) to the row of each lane in the
-// mask.
+// Stores the lanes' loaded units of lines [first, end) to the row of each lane in the mask.
 template <int kGroups>
 __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint32_t bytes,
                                               int first, int end, const uint4 (&units)[kGroups]) {

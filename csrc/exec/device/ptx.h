@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-// PTX instructions, named by order and scope. All are compiler barriers for memory where the order
-// demands it.
+// PTX instructions, named by order and scope. They are compiler barriers where the order demands
+// it.
 namespace ep::ptx {
 
 // ---- flags
@@ -355,8 +355,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until all but the newest kGroups groups of this thread's bulk stores have read their
-// source.
+// Waits until all but the kGroups newest groups of this thread's bulk stores have read the source.
 template <int kGroups>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");

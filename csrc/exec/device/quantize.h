@@ -90,8 +90,7 @@ __device__ __forceinline__ float quantize_shared(char* row, uint32_t count, Scal
     return own_scale;
 }
 
-// Stores the scales of quantize_shared, of `count` blocks from `first` on, to the destination of
-// each lane in the mask.
+// Stores scales of quantize_shared, `count` blocks from `first` on, for each lane in the mask.
 __device__ __forceinline__ void store_scales(void* own_dst, uint32_t mask, float own_scale,
                                              uint32_t first, uint32_t count, ScaleFormat format) {
     for_each_lane(mask, [&](int lane) {

@@ -8,7 +8,7 @@
 #include "exec/warp.h"
 
 // The loops that decide the GPU's bandwidth. All 32 lanes call each; pointers and sizes are the
-// same in all lanes unless they are called a lane's own.
+// same in all lanes unless named own_*.
 namespace ep::rows {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;

@@ -9,8 +9,7 @@
 #include "exec/device/rows.h"
 
 // Sums of rows, in lane order, in fp32 (fp64 for fp64). They start from -0, to which adding
-// anything, also -0, gives exactly that. Weight: a lane's Accumulator<T>, or NoWeight if rows are
-// not multiplied.
+// anything, also -0, gives exactly that. Weight: a lane's Accumulator<T>, or NoWeight.
 namespace ep::rows {
 
 __device__ __forceinline__ float widen(BFloat16 value) {

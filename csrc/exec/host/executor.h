@@ -1,3 +1,4 @@
+// How roles run and wait on the host; fibers.h and threads.h implement it.
 #pragma once
 
 #include <chrono>

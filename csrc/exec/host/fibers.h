@@ -28,8 +28,7 @@ class FiberExecutor : public Executor {
   protected:
     struct Fiber;
 
-    // One pass over all fibers, or one scheduling decision. Returns false if there was nothing to
-    // do.
+    // One pass over all fibers, or one scheduling decision. False: there was nothing to do.
     virtual bool step();
     // Called when step found nothing to do.
     virtual void idle();
@@ -74,8 +73,8 @@ struct Stall {
 };
 
 // Picks at random, from a seed, which role runs next and when the network delivers: the same seed
-// gives the same interleaving. Time does not pass here: a wait expires exactly when no role can
-// ever run again.
+// gives the same interleaving. Time does not pass here: a wait expires when no role can ever run
+// again.
 class SeededExecutor : public FiberExecutor {
   public:
     SeededExecutor(uint64_t seed, Network* network, Stall stall = {})

@@ -1,3 +1,4 @@
+// Lines (core/lines.h) of a row, written and read on the host.
 #pragma once
 
 #include <algorithm>

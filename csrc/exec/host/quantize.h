@@ -1,3 +1,4 @@
+// Quantization of rows to fp8 on the host.
 #pragma once
 
 #include <cstddef>

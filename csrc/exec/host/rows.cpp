@@ -11,8 +11,7 @@
 #include <emmintrin.h>
 #endif
 
-// A product is rounded before it is added, as on the GPU: not fused into one instruction, which
-// wider machines have.
+// A product is rounded before it is added, as on the GPU: no fused multiply-add of wider machines.
 #define EP_UNFUSED __attribute__((optimize("fp-contract=off")))
 
 namespace ep {
@@ -83,8 +82,8 @@ EP_INLINE Floats times(Floats values, const float* weights, int row) {
     return values * weights[row];
 }
 
-// Sums V::kWhole elements from `first` on; `size` is less only at the end of a row, and then fits
-// in a vector.
+// Sums V::kWhole elements from `first` on; only at a row's end `size` is less, and fits in a
+// vector.
 template <class V, class T, class Weights>
 EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows,
                                 size_t first, size_t size) {

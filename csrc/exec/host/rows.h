@@ -13,8 +13,7 @@ void copy_streaming(void* dst, const void* src, size_t bytes);
 // Orders such copies before what this thread writes next. Other copies need no such call.
 void finish_streaming();
 
-// dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); zeros for no
-// rows.
+// dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); 0 without rows.
 void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count);
 void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count);
 void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count);

@@ -1,3 +1,4 @@
+// The clock of virtual time, and the fibers that it runs as warps.
 #pragma once
 
 #include <array>
@@ -67,8 +68,7 @@ struct VirtualFiber {
 // it catches up: all earlier events have happened then. Otherwise it would take the resource before
 // fibers that come to it earlier, and they would queue behind it.
 //
-// Events of the same time happen in the order in which they were scheduled, or with a seed in a
-// random one.
+// Events of the same time happen in the order of their scheduling, or with a seed in a random one.
 class VirtualClock {
   public:
     using Happen = void (*)(void* object, uint64_t value, double time);
@@ -81,8 +81,7 @@ class VirtualClock {
     // Starts a fiber at its time.
     void spawn(VirtualFiber& fiber, std::function<void()> body);
     // Runs until no event is left and all fibers have ended; if all that are left sleep, the one
-    // with the first deadline resumes. Throws what a fiber threw. look: called from time to time,
-    // may throw.
+    // with the first deadline resumes. Throws what a fiber threw. look: called at times, may throw.
     void run(const std::function<void()>& look);
 
     // ---- called by the running fiber

@@ -1,3 +1,4 @@
+// What a simulation in virtual time consists of: GPUs with their shared resources, and heaps.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +28,7 @@ struct VirtualGpu {
     Server memory, link_out, link_in, card_out, card_in;
 };
 
-// Rows may have fewer bytes than they stand for: the bytes in memory, and the real ones, from which
-// times are computed.
+// Rows may have fewer bytes than the real ones, which they stand for and which take the time.
 struct RowSize {
     size_t payload = 1, scales = 0;
     double real_payload = 1, real_scales = 0, real_slot = 1;

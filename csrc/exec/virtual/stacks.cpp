@@ -74,8 +74,7 @@ namespace {
 
 constexpr size_t kPerSlab = 256;  // one mapping each would be more than the kernel allows
 #if defined(__x86_64__)
-// Six registers, the return address of the switch, and what makes the stack aligned to 16 bytes as
-// after a call.
+// Six registers, the switch's return address, and padding to 16 bytes as after a call.
 constexpr int kWords = 10, kReturnAddress = 6;
 #else
 constexpr int kWords = 20, kReturnAddress = 11;

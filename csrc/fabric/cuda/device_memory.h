@@ -1,3 +1,4 @@
+// GPU memory for symmetric heaps, mapped between processes by CUDA IPC.
 #pragma once
 
 #include <cstddef>

@@ -19,8 +19,7 @@ struct P2pFabricParams {
     Topology topology;
     char* heaps[kMaxNodeRanks];  // of all ranks
 
-    // Nothing to do: stores and signals end with the kernel that made them, and all flags lie in
-    // the heap.
+    // Nothing to do: stores and signals end with their kernel, and all flags lie in the heap.
     void drain(uint64_t) const {}
     void reset_signals(int, uint64_t) const {}
 };

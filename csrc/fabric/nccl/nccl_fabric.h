@@ -14,12 +14,11 @@ namespace ep {
 
 class NcclFabric;
 
-// Fabric over NCCL: heaps are one symmetric window of a communicator whose ranks are the buffer's.
-// Ranks of a node are one LSA team and load and store each other's memory. Between nodes GIN puts
-// and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier
-// puts to the same rank in the same context, though not after earlier signals, and a put word after
-// nothing. So a flag of the network is the signal of its number, in the context of its channel at
-// both ends.
+// Fabric over NCCL: heaps are one symmetric window of a communicator of the buffer's ranks. A node
+// is one LSA team, whose ranks load and store each other's memory. Between nodes GIN puts and adds
+// to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts to the
+// same rank in the same context, though not after earlier signals, and a put word after nothing. So
+// a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
     static constexpr int kMaxLocalRanks = 1;      // ranks in one process
@@ -38,8 +37,7 @@ struct NcclFabricParams {
     // Signals of one rank: its flags, then for each of them how much was sent to it.
     static size_t signals(const NetworkFlags& flags) { return 2 * flags.count(); }
 
-    // Index of a rank among the flags' writers; and the rank of a writer that rank `own` exchanges
-    // with.
+    // Index of a rank among the flags' writers; and the rank of that index for rank `own`.
     EP_HD int writer_of(int rank) const { return rank / ranks_per_writer(); }
     EP_HD int rank_of(int writer, int own) const {
         return writer * ranks_per_writer() + own % ranks_per_writer();
@@ -67,8 +65,7 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
         .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes,
              ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
-// A flag has one writer: at `rank` its number is that of this rank, here it is counted as that
-// one's.
+// A flag has one writer: at `rank` it is this rank's, here it is counted as that of `rank`.
 __device__ __forceinline__ void nccl_count(const NcclFabricParams& params, int rank,
                                            uint32_t signal, uint64_t increment) {
     params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;

@@ -1,3 +1,4 @@
+// CardLink: the link to a rank if a network card carries the send queues out directly.
 #pragma once
 
 #include <map>

@@ -1,3 +1,4 @@
+// Entries and completions of send queues, in the format of mlx5 network cards.
 #pragma once
 
 #include <atomic>
@@ -31,8 +32,7 @@ class BigEndian {
 
 // An entry of a send queue in the format of mlx5 network cards (mlx5dv.h of rdma-core: struct
 // mlx5_wqe_ctrl_seg, _raddr_seg, _data_seg, _atomic_seg). Its bytes are the same whether a card or
-// a thread of the host carries the queue out: addresses are offsets into a region that the key
-// names.
+// a thread of the host carries the queue out: addresses are offsets into the key's region.
 struct alignas(64) SendEntry {
     enum Opcode : uint8_t { kWrite = 0x08, kFetchAdd = 0x12 };
     static constexpr uint8_t kTellCompletion = 2 << 2;
@@ -98,8 +98,7 @@ struct alignas(64) SendEntry {
         return entry;
     }
 
-    // The first eight bytes of an entry, which ring a card's bell: of an addition, and of this
-    // entry.
+    // The first eight bytes of an addition, and of this entry, which ring a card's bell.
     struct Begin {
         BigEndian<uint32_t> index_and_opcode, queue_and_size;
     };

@@ -1,3 +1,4 @@
+// Link: a connection of SoftwareNic to another rank, and the frames that it carries.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,8 @@ class Link {
         if (end_.empty()) end_ = why;
     }
 
-    // Whether frames arrive in the order in which they were added. If not, all but writes and
-    // additions still do.
+    // Whether frames arrive in the order they were added in. If not, all but writes and additions
+    // do.
     virtual bool keeps_order() const { return true; }
 
     // ---- sending

@@ -130,8 +130,7 @@ uint64_t NetworkLoad::word_at(size_t offset) const {
         .load(std::memory_order_acquire);
 }
 
-// The memory of all ranks has the same layout: this rank puts into the rings of its own index
-// there.
+// The memory of all ranks has the same layout: this rank puts into its own rings there.
 void NetworkLoad::post_put(const Ring& ring, size_t bytes) {
     const auto queue = port_->queues().puts(ring.channel, ring.peer);
     const size_t source = slot(true, ring.channel, ring.peer, ring.sent);

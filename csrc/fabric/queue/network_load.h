@@ -30,21 +30,19 @@ class NetworkLoad {
         size_t heap_bytes() const;
     };
 
-    // control: this rank's, which the network sends to the others. heap: sizes.heap_bytes() bytes
-    // of zeros.
+    // control: this rank's, for the network to send. heap: sizes.heap_bytes() bytes of zeros.
     NetworkLoad(SoftwareNic& nic, const ControlBlock& control, char* heap, int rank, Sizes sizes);
     ~NetworkLoad() { nic_.close(port_); }
     NetworkLoad(const NetworkLoad&) = delete;
 
     // Sends a put and its signal there and back between two ranks, of which one begins. Returns
-    // half of each round trip's time. Throws std::runtime_error if the connection breaks, or on a
+    // half of each round trip's time. Throws std::runtime_error on a broken connection or a
     // timeout.
     std::vector<Seconds> ping(int peer, bool begins, size_t bytes, int rounds, Seconds timeout);
 
     // Puts `puts` times in each channel to each of `targets` and from each of `sources`, all at
     // once. Returns how long that takes. With a seed, sizes are random up to `bytes`, and what
-    // arrives is compared with what was sent. Throws std::runtime_error like ping(), and if bytes
-    // are wrong.
+    // arrives is checked. Throws std::runtime_error like ping(), and on wrong bytes.
     Seconds exchange(const std::vector<int>& targets, const std::vector<int>& sources, int puts,
                      size_t bytes, std::optional<uint64_t> seed, Seconds timeout);
 

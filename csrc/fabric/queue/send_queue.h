@@ -1,3 +1,4 @@
+// Send queues: warps post in them, and a network card or a thread carries the entries out.
 #pragma once
 
 #include <atomic>
@@ -21,8 +22,7 @@ struct alignas(32) QueueProducer {
 };
 
 // An mlx5 queue pair that a network card reads directly, as the card's driver maps it. Its rings
-// may hold more than `depth` entries. Several queues to one rank may share a queue pair, and then
-// its producer.
+// may hold more than `depth` entries. Queues to one rank may share a queue pair and its producer.
 struct CardQueue {
     SendEntry* entries;
     uint64_t* doorbell;       // DoorbellRecord
@@ -67,8 +67,8 @@ struct SendQueue {
     const CardQueue* card;
 
     // Writes bytes [src, src + bytes) of this rank's region to [dst, dst + bytes) of that of
-    // `peer`. It is not carried out before a later entry rings. Returns false if a wait ended badly
-    // and nothing is posted.
+    // `peer`. It is not carried out before a later entry rings. Returns false, with nothing posted,
+    // if a wait ended badly.
     template <class W>
     EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
         return post(warp, peer, false,

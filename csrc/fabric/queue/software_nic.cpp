@@ -56,7 +56,7 @@ bool is_in_transfer(ControlBlock& block) {
     return is_under_way(&Calls::notify) || is_under_way(&Calls::transfer);
 }
 
-// Whether a rank reports an outcome to others: not one that it only heard of, nor one that ends it
+// Whether a rank reports an outcome to others: not one that it received, nor one that ends it
 // alone.
 bool is_told(Outcome outcome) {
     return outcome > Outcome::Ok && outcome <= Outcome::Lost && outcome != Outcome::Aborted &&
@@ -437,8 +437,7 @@ void SoftwareNic::tell_others(Clock::time_point now) {
 }
 
 // Gives up ranks whose machine no longer answers. A stopped process is waited for like a slow one,
-// because its machine answers. If losses are tolerated, that ends once it takes nothing of what is
-// sent to it.
+// because its machine answers. If losses are tolerated, only until it takes nothing sent to it.
 void SoftwareNic::lose_silent(Clock::time_point now) {
     if (now - last_look_ < kListen || stopping_) return;
     last_look_ = now;

@@ -1,3 +1,4 @@
+// SoftwareNic: the thread that carries send queues out, and the proxy for status and failures.
 #pragma once
 
 #include <unistd.h>
@@ -141,8 +142,8 @@ class SoftwareNic {
     void start_stepped(std::vector<Links> links);
     // Runs one iteration of the thread. Returns whether anything moved.
     bool step();
-    // Carries out what was posted for at most this long, and closes the connections. The queues are
-    // empty afterwards.
+    // Carries out what was posted, for at most this long, and closes the connections. Empties the
+    // queues.
     void stop(std::chrono::duration<double> most);
     bool is_running() const { return has_thread_ && !is_forked(); }
     // Wakes the thread. Called after a queue of the host has rung.
@@ -161,13 +162,11 @@ class SoftwareNic {
 
   private:
     using Clock = std::chrono::steady_clock;
-    // Queue pairs to a rank; more queues share them. A card and its driver have room for some
-    // thousands.
+    // Queue pairs to a rank; more queues share them. A card and its driver hold some thousands.
     static constexpr size_t kMaxPairs = 16;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     // With these intervals the thread takes 0.3 % of a core while nothing is sent (`megatron-ep
-    // bench network`). They were not measured one by one: each is short compared to what waits for
-    // it.
+    // bench network`). Each alone is not measured: chosen as short for what waits for it.
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
     static constexpr int kMaxAhead = 4;  // statuses sent to a rank that sends nothing itself
     static constexpr std::chrono::seconds kListen{1};  // between two checks for silent ranks

@@ -165,8 +165,7 @@ void SoftwareNic::close(const std::shared_ptr<Port>& port) {
     }
 }
 
-// Closes a port once all that was posted has left, or now if `at_once`. Returns whether it is
-// closed.
+// Closes a port once all that was posted has left, or at once. Returns whether it is closed.
 bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     const std::lock_guard lock(ports_mutex_);
     const auto place = std::find(ports_.begin(), ports_.end(), port);

@@ -8,8 +8,7 @@
 
 namespace ep {
 
-// Copies a rank's status, except its abort word, which other ranks write. Both blocks may be in use
-// concurrently.
+// Copies a rank's status, except its abort word, which other ranks write. Both may be in use.
 inline void copy_status(ControlBlock& to, const ControlBlock& from) {
     const auto copy = [](void* dst, const void* src, size_t bytes) {
         for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {

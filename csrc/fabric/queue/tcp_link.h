@@ -1,3 +1,4 @@
+// TcpLink: a link over one TCP connection.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +14,10 @@
 namespace ep {
 
 // Seconds since the other machine has answered on a TCP connection, whether or not its process
-// does; 0 if it is no TCP connection. More than `limit` means that the machine is gone. A timer
-// that the kernel has set for later does not count: it probes ever less often while a process takes
-// nothing.
+// does; 0 if it is no TCP connection. A machine silent for more than `limit` is gone, but not
+// before the kernel's next probe, which comes ever later while a process takes nothing.
 double silence_of(int descriptor, double limit);
 
-// A link over one TCP connection.
 class TcpLink : public Link {
   public:
     // Takes ownership of the socket, which is connected and on which nothing was sent yet.

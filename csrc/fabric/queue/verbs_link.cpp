@@ -57,7 +57,7 @@ bool VerbsLink::send() {
     return moved;
 }
 
-// Reports the first posted frame as sent, and the next ones as long as the card has not got them.
+// Reports the first posted frame as sent, and the next ones up to one that the card was given.
 void VerbsLink::tell_of_first() {
     do {
         const Posted first = std::move(posted_.front());

@@ -1,3 +1,4 @@
+// Ports of network cards, and memory that is registered with them.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ struct Service {
     uint8_t level = 0;          // InfiniBand, and RoCE's priority if a VLAN carries it
     uint16_t pkey_index = 0;    // index among the port's partition keys
     // A card sends again what was not acknowledged within 4.096 us * 2^ack_timeout, `retries`
-    // times. By default that takes 4 s, after which the connection is lost: a link that comes back
-    // sooner is no failure.
+    // times. By default that takes 4 s, then the connection is lost: a link that returns sooner is
+    // no failure.
     uint8_t ack_timeout = 17;
     uint8_t retries = 7;
 };

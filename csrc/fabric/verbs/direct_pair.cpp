@@ -104,8 +104,7 @@ const Completion* DirectPair::last_completion() const {
 
 bool DirectPair::is_idle() const {
     if (last_completion()) return true;
-    // without a completion in the ring's last place there is none of entry 2^16 - 1: nothing was
-    // posted
+    // no completion in the ring's last place: none of entry 2^16 - 1, so nothing was posted
     const bool begins = !std::atomic_ref<uint64_t>(*rings_.doorbell).load();
     const uint64_t word = last_word(rings_.completions[rings_.completion_count - 1]);
     return begins && Completion::kind_of(word) == Completion::kNothingYet;

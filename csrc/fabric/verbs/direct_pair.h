@@ -14,8 +14,7 @@ namespace ep::verbs {
 // the card's driver. libibverbs neither posts nor polls.
 class DirectPair : public QueuePair {
   public:
-    // card: a direct one. depth: most entries in flight. Throws std::runtime_error that says what
-    // fails.
+    // card: a direct one. depth: most entries in flight. Throws std::runtime_error with what fails.
     DirectPair(std::shared_ptr<Card> card, uint32_t depth);
 
     struct Rings {

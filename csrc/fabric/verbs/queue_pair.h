@@ -10,8 +10,8 @@
 
 namespace ep::verbs {
 
-// A reliable connection of a card to one queue pair of another card. Requests are carried out, and
-// reported, in order.
+// A reliable connection to one queue pair of another card. Requests are carried out and reported in
+// order.
 class QueuePair {
   public:
     // Throws std::runtime_error that says what fails, like connect().

@@ -1,3 +1,4 @@
+// The low-latency mode's fabric in virtual time.
 #pragma once
 
 #include <cstring>

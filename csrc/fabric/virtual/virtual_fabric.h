@@ -1,3 +1,4 @@
+// The normal mode's fabric in virtual time.
 #pragma once
 
 #include <cstring>
