@@ -37,6 +37,17 @@ def test_a_new_one_is_added_in_order() -> None:
     assert "| 3.11 | 2.9.0 | 0.16.1 |\n| 3.11 | 2.13.0 | 0.16.1, 0.18.2 |\n" in versions.table(added)
 
 
+def test_a_tree_has_its_own_number(tmp_path: Path) -> None:
+    info = tmp_path / "main/megatron/core/package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = ''\n")
+    assert versions.name_of(str(tmp_path / "main")) == "0.20.1 (main)"
+    assert versions.name_of("0.19.2") == "0.19.2"
+    assert "| 3.12 | 2.9.1 | 0.19.2, 0.20.1 (main) |" in versions.table(
+        [("3.12", "2.9.1", "0.20.1 (main)"), ("3.12", "2.9.1", "0.19.2")]
+    )
+
+
 def distribution(folder: Path, name: str, version: str, metadata: str = "") -> Path:
     """A wheel with nothing but a name, a version and what the metadata say."""
     info = f"{name}-{version}.dist-info"

@@ -2,8 +2,9 @@
 
     versions.py PYTHON TORCH CORE ...       for example versions.py python3.12 2.9.1 0.16.1 0.17.1 0.18.2 0.19.2
 
-In a fresh environment of that interpreter it installs these and a wheel of this tree, which must leave them as they
-are, and runs `megatron-ep check` with each Megatron-Core. What passes goes to megatron_ep/diagnosis/tried_versions.py,
+CORE is a release, or the folder of a tree of Megatron-LM, which is not installed: its files are what runs. In a fresh
+environment of that interpreter it installs these and a wheel of this tree, which must leave them as they are, and runs
+`megatron-ep check` with each Megatron-Core. What passes goes to megatron_ep/diagnosis/tried_versions.py,
 and from there to the table in docs/versions.md; what fails is printed, and makes the exit status 1. Needs pip's network
 and 8 GB of disk for a while.
 """
@@ -44,13 +45,28 @@ def install(python: Path, *words: str | Path) -> None:
 
 def smoke(python: Path, wheel: Path, torch: str, core: str) -> str:
     """What fails, if anything, with this Megatron-Core beside what the environment has."""
-    install(python, f"megatron-core=={core}", f"torch=={torch}")
-    install(python, f"{wheel}[megatron,train]")
-    found = installed(python, "torch"), installed(python, "megatron-core")
-    if found != (torch, core):
-        return f"pip replaced torch {torch} and megatron-core {core} by {found[0]} and {found[1]}"
-    done = run(python, "-m", "megatron_ep.cli.main", "check")
+    if Path(core).is_dir():
+        install(python, f"{wheel}[train]", f"torch=={torch}", "numpy", "packaging")
+        environment = {"PYTHONPATH": core}
+    else:
+        install(python, f"megatron-core=={core}", f"torch=={torch}")
+        install(python, f"{wheel}[megatron,train]")
+        environment = {}
+        if (found := installed(python, "megatron-core")) != core:
+            return f"pip replaced megatron-core {core} by {found}"
+    if (found := installed(python, "torch")) != torch:
+        return f"pip replaced torch {torch} by {found}"
+    done = run(python, "-m", "megatron_ep.cli.main", "check", **environment)
     return "" if done.returncode == 0 else f"megatron-ep check ends with status {done.returncode}:\n{done.stdout}"
+
+
+def name_of(core: str) -> str:
+    """What the table calls it: a release's number; a tree's own, and the name of its folder."""
+    info = Path(core, "megatron/core/package_info.py")
+    if not info.is_file():
+        return core
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", info.read_text(), re.MULTILINE))
+    return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']} ({Path(core).resolve().name})"
 
 
 def read(text: str) -> list[Triple]:
@@ -98,7 +114,7 @@ def main(interpreter: str, torch: str, *cores: str) -> int:
             if problem:
                 failures.append(core)
                 continue
-            TRIED.write_text(written(TRIED.read_text(), [*read(TRIED.read_text()), (version, torch, core)]))
+            TRIED.write_text(written(TRIED.read_text(), [*read(TRIED.read_text()), (version, torch, name_of(core))]))
             TABLE.write_text(with_table(TABLE.read_text(), read(TRIED.read_text())))
     return 1 if failures else 0
 
