@@ -11,6 +11,30 @@ from forks import Fork
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The head of a program whose first argument is the buffer's timeout in seconds: check(buffer) makes a call, which must
+# have the bits of one machine.
+COMPARED_CALLS = """
+import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
+from pathlib import Path
+dist.init_process_group("gloo")
+rank, world, per_node = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+config = ep.Config(num_experts=2 * world, timeout=float(sys.argv[1]))
+generator = torch.Generator().manual_seed(0)
+x = [torch.randn(40, 1024, generator=generator) for _ in range(world)]
+ids = [torch.rand(40, 2 * world, generator=generator).topk(3).indices for _ in range(world)]
+
+def call(buffer, x, ids):
+    rows = ep.dispatch(x, ids, buffer=buffer)
+    out = [r.tanh() for r in rows.x] if isinstance(x, list) else rows.x.tanh()
+    return ep.combine(out, rows.handle)
+
+with ep.LocalCluster(world // per_node, per_node, config) as cluster:
+    expected = call(cluster, x, ids)[rank]
+
+def check(buffer):
+    assert torch.equal(call(buffer, x[rank], ids[rank]), expected)
+"""
+
 # Each rank dispatches until that fails. Arguments: the buffer's timeout in seconds, its device.
 FOR_EVER = """
 import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep

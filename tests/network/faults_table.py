@@ -19,44 +19,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
-from jobs_on_machines import ROOT, log_of, torchrun, wait_for
+from jobs_on_machines import COMPARED_CALLS, ROOT, log_of, torchrun, wait_for
 from machines import Machines, why_no_filter, why_not
 
 # Calls for ever, compared with those of one machine. With a third argument the buffer is made once a file of that name
 # is there. With a fourth that rank has a forked child.
-PROGRAM = """
-import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
-from pathlib import Path
-timeout, go, parent = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-config = ep.Config(num_experts=2 * world, timeout=timeout)
-generator = torch.Generator().manual_seed(0)
-x = [torch.randn(40, 1024, generator=generator) for _ in range(world)]
-ids = [torch.rand(40, 2 * world, generator=generator).topk(3).indices for _ in range(world)]
-
-def call(buffer, x, ids):
-    rows = ep.dispatch(x, ids, buffer=buffer)
-    out = [r.tanh() for r in rows.x] if isinstance(x, list) else rows.x.tanh()
-    return ep.combine(out, rows.handle)
-
-with ep.LocalCluster(world // 2, 2, config) as cluster:
-    expected = call(cluster, x, ids)[rank]
+PROGRAM = (
+    COMPARED_CALLS
+    + """
+go, parent = sys.argv[2], int(sys.argv[3])
 print(f"RANK {rank} IS READY", flush=True)
 while go and not Path(go).exists():
     time.sleep(0.05)
 try:
-    buffer = ep.Buffer(None, config, ep.Topology(2, world // 2))
+    buffer = ep.Buffer(None, config, ep.Topology(2, per_node))
     if rank == parent and os.fork() == 0:
         time.sleep(1e6)
     for calls in range(10**9):
-        assert torch.equal(call(buffer, x[rank], ids[rank]), expected)
+        check(buffer)
         if calls % 20 == 0:
             print(f"RANK {rank} CALLS AT {time.time()}", flush=True)
 except ep.EPError as error:
     print(f"RANK {rank} AT {time.time()}: {str(error).splitlines()[0]}", flush=True)
 time.sleep(1e6)
 """
+)
 
 
 class Job:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import machines
 import pytest
+from jobs_on_machines import COMPARED_CALLS, fork
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
@@ -18,41 +19,27 @@ SILENCE = 3.0  # after which a machine is lost
 SHORT_S = 1.0  # that a link is down while waits go on: a busy machine takes its time to send again
 
 # Calls for ever, compared with those of one machine. After a failure it waits for the file that says go on.
-PROGRAM = """
-import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
-from pathlib import Path
+PROGRAM = (
+    COMPARED_CALLS
+    + """
 from megatron_ep.fabrics import tcp
-tcp.SILENCE_S = float(sys.argv[3])
-dist.init_process_group("gloo")
-rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
-config = ep.Config(num_experts=2 * world, timeout=float(sys.argv[2]))
-generator = torch.Generator().manual_seed(0)
-x = [torch.randn(40, 1024, generator=generator) for _ in range(world)]
-ids = [torch.rand(40, 2 * world, generator=generator).topk(3).indices for _ in range(world)]
-
-def call(buffer, x, ids):
-    rows = ep.dispatch(x, ids, buffer=buffer)
-    out = [r.tanh() for r in rows.x] if isinstance(x, list) else rows.x.tanh()
-    return ep.combine(out, rows.handle)
-
-with ep.LocalCluster(world, 1, config) as cluster:
-    expected = call(cluster, x, ids)[rank]
+folder, tcp.SILENCE_S = Path(sys.argv[2]), float(sys.argv[3])
 buffer = ep.Buffer(None, config)
 assert buffer.fabric == "tcp", buffer.fabric
 for failures in range(100):
     for calls in range(10**9):
         try:
-            found = call(buffer, x[rank], ids[rank])
+            check(buffer)
         except ep.EPError as error:
             print(f"RANK {rank} FAILURE {failures} AT {time.time()}: {str(error).splitlines()[0]}", flush=True)
             break
-        assert torch.equal(found, expected)
         if calls % 20 == 0:
             print(f"RANK {rank} HAD {failures} FAILURES, {calls} CALLS AT {time.time()}", flush=True)
     while not (folder / f"go on {failures}").exists():
         time.sleep(0.05)
     buffer.reset()
 """
+)
 
 
 class Run:
@@ -62,18 +49,7 @@ class Run:
         self.made, self.folder, self.failures = made, folder, 0
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        job = {
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": made.address(0),
-            "MASTER_PORT": "29500",
-            "OMP_NUM_THREADS": "1",
-            "MEGATRON_EP_FABRIC": "tcp",
-        }
-        self.processes = []
-        for rank in range(RANKS):
-            log, environment = folder / f"{rank}.log", job | {"RANK": str(rank)}
-            arguments = [program, folder, TIMEOUT, SILENCE]
-            self.processes.append(made.fork(rank, arguments, [environment], log=log, cwd=ROOT))
+        self.processes = fork(made, folder, [program, TIMEOUT, folder, SILENCE], 1)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """To the program itself, which the first process of its machine has as a child, and that which makes it has
