@@ -33,7 +33,7 @@ experts = {"num_moe_experts": 4 * world, "moe_router_topk": 2, "expert_model_par
 host = {"gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False}
 config = TransformerConfig(**sizes, **experts, **host, moe_token_dispatcher_type="alltoall", add_bias_linear=False)
 
-configure(timeout=60)  # before the first step; fields of Config and Tuning
+configure(timeout=60)  # before the first step; fields of Config
 spec = ep_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False), router=fused_router)
 gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type="rope")
 model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), gpt)

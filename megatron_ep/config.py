@@ -203,15 +203,6 @@ class Config:
         _require(self.num_experts % world_size == 0, "Config.num_experts", self.num_experts, allowed)
 
 
-TUNING_NAMES = tuple(each.name for each in fields(Tuning))
-# Names of the settings of a Config other than its number of experts: keys of recipes, flags of commands.
-SETTING_NAMES = ("num_sms", "timeout", "row_bytes", *TUNING_NAMES)
-assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for kind in (Config, Tuning) for each in fields(kind)}
-
-
-def config_of(num_experts: int, settings: Mapping[str, Any]) -> Config:
-    """Returns a Config with these settings, whose keys are in SETTING_NAMES. Raises ValueError as Config and Tuning
-    do."""
-    tuning = {name: value for name, value in settings.items() if name in TUNING_NAMES}
-    others = {name: value for name, value in settings.items() if name not in TUNING_NAMES}
-    return Config(num_experts, tuning=Tuning(**tuning), **others)
+# Names of the settings of a Config that are keys of recipes and flags of commands.
+SETTING_NAMES = ("num_sms", "timeout", "row_bytes")
+assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for each in fields(Config)}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ep.config import SETTING_NAMES, config_of
+from megatron_ep.config import SETTING_NAMES, Config
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError, EPStuckError
 from megatron_ep.megatron.options import NAMES, Options
@@ -35,25 +35,10 @@ PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine,
 RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
 
-def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r}, must be true or false")
-    return text.lower() == "true"
-
-
-SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # fields of Config and Tuning: type, metavar and help
+SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # fields of Config: type, metavar and help
     "num_sms": (int, "SMS", "SMs that dispatch and combine use on a GPU"),
-    "channels": (int, "C", "slices of the tokens, each with rings of its own"),
     "timeout": (float, "SECONDS", "seconds that one wait for another rank may take"),
     "row_bytes": (int, "BYTES", "of the largest row, H times the size of an element (default: as the first layer has)"),
-    "nvl_ring_bytes": (int, "BYTES", "size of a ring between two ranks of a node"),
-    "rdma_ring_bytes": (int, "BYTES", "size of a ring between nodes"),
-    "rdma_chunk_tokens": (int, "ROWS", "rows after which another node is told of them"),
-    "local_pass": (
-        _truth,
-        "{true,false}",
-        "copies and sums inside a rank as launches of their own (default: where it saves time)",
-    ),
 }
 assert {*SETTINGS} == {*SETTING_NAMES}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # fields of Options
@@ -121,7 +106,7 @@ def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[li
     wrong = found.refusals + [f"--ep-strict: {note}" for note in notes if options.ep_strict]
     correction = _command(options, found) if wrong else None
     checks: list[Callable[[], object]] = [
-        lambda: config_of(1, {name: value for name, value in settings.items() if name in SETTINGS}),
+        lambda: Config(1, **{name: value for name, value in settings.items() if name in SETTINGS}),
         lambda: Options(**{name: value for name, value in settings.items() if name in OPTIONS}),
         lambda: flags.fitting_timeout(found.arguments, settings.get("timeout")),
         *([] if options.ep_host else [_require_gpu]),
@@ -158,7 +143,7 @@ def _command(options: argparse.Namespace, found: Translation) -> str:
         given["ep_num_sms"] = found.num_sms
     words = ["python", "-m", "megatron_ep.pretrain"]
     for name, value in given.items():
-        is_switch = isinstance(value, bool) and name != "ep_local_pass"
+        is_switch = isinstance(value, bool)
         if name.startswith("ep_") and value is not None and value != "megatron" and not (is_switch and not value):
             words += [f"--{name.replace('_', '-')}", *([] if is_switch else [str(value).lower()])]
     return shlex.join([*words, options.script, *found.arguments])

@@ -1,10 +1,9 @@
-"""The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
-among which channels are dealt, for networks that give a connection less than a machine. Where a network card does the
-work (`verbs.py`), each connection has one of its queue pairs beside it; where ranks post in a card's queues by
-themselves, one connection has all of the queue pairs to a rank beside it.
+"""The network of the host: ranks on different machines, connected by TCP, one connection a pair. Where a network card
+does the work (`verbs.py`), each connection has one of its queue pairs, or, where ranks post in a card's queues by
+themselves, all of those to a rank.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
-stranger is 36 bytes, for five seconds, and not from many at a time. With MEGATRON_EP_SECRET ranks also prove to each
+stranger is 32 bytes, for five seconds, and not from many at a time. With MEGATRON_EP_SECRET ranks also prove to each
 other that they know it, and that nobody has changed what they told through the store.
 """
 
@@ -33,10 +32,8 @@ from megatron_ep.meeting.addresses import VARIABLE, own_address
 from megatron_ep.meeting.rendezvous import LOOK_S, WARN_S, StoreRendezvous
 
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"!8sIII{TOKEN_BYTES}s")  # magic, version, rank, stripe, token
-MAGIC, VERSION = b"MEGATREP", 3
-STRIPES = "MEGATRON_EP_STRIPES"
-MAX_STRIPES = 4
+HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
+MAGIC, VERSION = b"MEGATREP", 4
 HELLO_S = 5.0  # that a stranger may take to say who it is
 MAX_STRANGERS = 64  # who have not said yet
 SECRET = "MEGATRON_EP_SECRET"
@@ -50,18 +47,13 @@ LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
 log = logging.getLogger(__name__)
 
 
-Place = tuple[int, int]  # the other rank, and which of the connections to it
-
-
 @dataclass(frozen=True)
 class Listening:
-    """Where a rank listens, how many connections it wants to each other rank, what each of them shall say there, and be
-    told in return, and what there is to know of a card's queue pairs beside each, if there are any: by rank, and stripe
-    after stripe of a rank."""
+    """Where a rank listens, and by rank: what each other one shall say there, what it is told in return, and what there
+    is to know of a card's queue pair to it, if there is one."""
 
     host: str
     port: int
-    stripes: int
     tokens: list[bytes]
     answers: list[bytes]
     pairs: list[bytes]
@@ -74,17 +66,14 @@ class Listening:
         cls,
         listener: socket.socket,
         world_size: int,
-        stripes: int = 1,
-        pairs: Mapping[Place, bytes] | None = None,
+        pairs: Mapping[int, bytes] | None = None,
         cards: Sequence[str] = (),
     ) -> Listening:
         """Describes a listening socket, with new tokens for all ranks."""
         host, port = listener.getsockname()[:2]
-        tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
-        places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]
-        addresses = [pairs.get(place, b"") for place in places] if pairs else []
-        settings = {STRIPES: stripes, **(verbs.settings() if cards else {})}
-        return cls(host, port, stripes, tokens, answers, addresses, list(cards), settings)
+        tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size)] for _ in range(2))
+        addresses = [pairs.get(rank, b"") for rank in range(world_size)] if pairs else []
+        return cls(host, port, tokens, answers, addresses, list(cards), verbs.settings() if cards else {})
 
     def proved(self, rank: int) -> Listening:
         """With the proof that this rank tells it. Raises ValueError as `proof` does."""
@@ -92,23 +81,6 @@ class Listening:
         if not os.environ.get(SECRET):
             return bare
         return replace(bare, proof=proof(b"listening", b"%d" % rank, codec.encode(bare)))
-
-    def token(self, place: Place) -> bytes:
-        return self.tokens[place[0] * self.stripes + place[1]]
-
-    def answer(self, place: Place) -> bytes:
-        return self.answers[place[0] * self.stripes + place[1]]
-
-    def pair(self, place: Place) -> bytes:
-        return self.pairs[place[0] * self.stripes + place[1]]
-
-
-def stripes_wanted() -> int:
-    """Connections to each rank, by the environment. Raises ValueError for a number that is none of these."""
-    text = os.environ.get(STRIPES) or "1"
-    if text not in map(str, range(1, MAX_STRIPES + 1)):
-        raise ValueError(f"environment variable {STRIPES} is {text!r}, must be a whole number in [1, {MAX_STRIPES}]")
-    return int(text)
 
 
 class Network:
@@ -118,10 +90,9 @@ class Network:
     machines: of each rank, by which those of this machine are told from the others.
     nic: what carries its bytes.
     cards: those that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
-        beside them the rest. With those that are direct there is one connection to a rank.
+        beside them the rest.
     places: the machine of each rank where `machines` are parts of them; None: the same.
     address: on which this rank listens; None: `own_address`.
-    stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
     """
 
     def __init__(
@@ -130,20 +101,18 @@ class Network:
         machines: Sequence[str],
         nic: _C.SoftwareNic,
         address: str | None = None,
-        stripes: int | None = None,
         cards: Sequence[_C.Card] = (),
         places: Sequence[str] | None = None,
     ):
         self._cards = list(cards)
         self._places = list(places or machines)
         self._rank = rank
-        self._stripes = stripes
         self._address = address
         self._machines = list(machines)
         self._others = [other for other, machine in enumerate(machines) if machine != machines[rank]]
         self.nic = nic
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
-        self._descriptors: dict[Place, int] = {}  # while it runs
+        self._descriptors: dict[int, int] = {}  # while it runs
         _networks.add(self)
 
     def connect(self, rendezvous: StoreRendezvous) -> None:
@@ -151,18 +120,15 @@ class Network:
         others = self._others
         with contextlib.ExitStack() as stack:
 
-            def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
+            def tell() -> tuple[tuple[socket.socket, dict[int, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
-                stripes = self._stripes or stripes_wanted()
                 names = [card.port_name for card in self._cards]
                 if self._is_direct:
-                    invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
-                    own = Listening.by(listener, len(self._machines), 1, invitations, names)
-                    return (listener, {}), own.proved(self._rank)
-                places = [(rank, stripe) for rank in others for stripe in range(stripes)]
-                pairs = {place: card.queue_pair() for card in self._cards for place in places}
-                addresses = {place: pair.address() for place, pair in pairs.items()}
-                own = Listening.by(listener, len(self._machines), stripes, addresses, names)
+                    pairs, addresses = {}, {rank: self.nic.invite(rank) for rank in others}
+                else:
+                    pairs = {rank: card.queue_pair() for card in self._cards for rank in others}
+                    addresses = {rank: pair.address() for rank, pair in pairs.items()}
+                own = Listening.by(listener, len(self._machines), addresses, names)
                 return (listener, pairs), own.proved(self._rank)
 
             (listener, pairs), told = rendezvous.exchange(tell)
@@ -172,22 +138,22 @@ class Network:
             check_alike([one.settings for one in told])
             limit = rendezvous.timeout.total_seconds()
 
-            def join() -> dict[Place, socket.socket]:
+            def join() -> dict[int, socket.socket]:
                 made = _connect_all(self._rank, others, told, listener, self._machines, limit, rendezvous.look)
-                connections = {place: stack.enter_context(connection) for place, connection in made.items()}
-                for (rank, stripe), pair in pairs.items():
-                    pair.connect(told[rank].pair((self._rank, stripe)))
+                connections = {rank: stack.enter_context(connection) for rank, connection in made.items()}
+                for rank, pair in pairs.items():
+                    pair.connect(told[rank].pairs[self._rank])
                 for rank in others if self._is_direct else ():
-                    self.nic.join(rank, told[rank].pair((self._rank, 0)))
+                    self.nic.join(rank, told[rank].pairs[self._rank])
                 return connections
 
             connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
-            self._descriptors = {place: connection.fileno() for place, connection in connections.items()}
+            self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
             sockets: list[list[int]] = [[] for _ in told]
             beside: list[list[_C.QueuePair]] = [[] for _ in told]
-            for rank, stripe in sorted(connections):
-                sockets[rank].append(connections[rank, stripe].detach())
-                beside[rank] += [pairs[rank, stripe]] if pairs else []
+            for rank, connection in connections.items():
+                sockets[rank].append(connection.detach())
+                beside[rank] += [pairs[rank]] if pairs else []
             self.nic.start(sockets, beside, SILENCE_S)
         rendezvous.barrier()  # nobody's connection ends before all have begun
 
@@ -224,12 +190,7 @@ class Network:
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
         """How many packets this machine has sent to each rank, and how many of them again."""
-        found: dict[int, tuple[int, int]] = {}
-        for (rank, _), descriptor in self._descriptors.items():
-            sent, again = _segments_sent(descriptor)
-            before = found.get(rank, (0, 0))
-            found[rank] = before[0] + sent, before[1] + again
-        return found
+        return {rank: _segments_sent(descriptor) for rank, descriptor in self._descriptors.items()}
 
     def unheard(self, rank: int) -> tuple[str, float] | None:
         """The machine of a rank, and for how many seconds it has answered nothing; None: it answers."""
@@ -344,29 +305,29 @@ class _Joining:
 
     def __init__(self, rank: int, told: Sequence[Listening]):
         self.rank, self.told = rank, told
-        self.made: dict[Place, socket.socket] = {}
+        self.made: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
-        self.calls: dict[Place, tuple[socket.socket, bytes]] = {}  # and the answer so far
-        self.retry_at: dict[Place, float] = {}
+        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # and the answer so far
+        self.retry_at: dict[int, float] = {}
         self.why: dict[int, str] = {}
 
-    def call(self, place: Place) -> None:
-        there = self.told[place[0]]
+    def call(self, other: int) -> None:
+        there = self.told[other]
         connection = socket.socket(socket.AF_INET6 if ":" in there.host else socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         error = connection.connect_ex((there.host, there.port))
-        self.calls[place] = (connection, b"")
-        self.selector.register(connection, selectors.EVENT_WRITE, place)
+        self.calls[other] = (connection, b"")
+        self.selector.register(connection, selectors.EVENT_WRITE, other)
         if error not in (0, errno.EINPROGRESS):
-            self.call_failed(place, os.strerror(error))
+            self.call_failed(other, os.strerror(error))
 
-    def call_failed(self, place: Place, why: str) -> None:
-        connection, _ = self.calls.pop(place)
+    def call_failed(self, other: int, why: str) -> None:
+        connection, _ = self.calls.pop(other)
         self.selector.unregister(connection)
         connection.close()
-        self.why[place[0]] = why
-        self.retry_at[place] = time.monotonic() + RETRY_S
+        self.why[other] = why
+        self.retry_at[other] = time.monotonic() + RETRY_S
 
     def word(self, connection: socket.socket, name: bytes, token: bytes, is_caller: bool) -> bytes:
         """What shows on a connection that the token is known: the token itself or, with a secret, a proof of it between
@@ -375,37 +336,35 @@ class _Joining:
         caller, called = ends if is_caller else reversed(ends)
         return proof(name, token, repr((caller, called)).encode())[:TOKEN_BYTES] or token
 
-    def say_hello(self, place: Place) -> None:
-        other, stripe = place
-        connection, _ = self.calls[place]
+    def say_hello(self, other: int) -> None:
+        connection, _ = self.calls[other]
         error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            return self.call_failed(place, os.strerror(error))
+            return self.call_failed(other, os.strerror(error))
         try:
-            token = self.word(connection, b"hello", self.told[other].token((self.rank, stripe)), True)
-            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, stripe, token))
+            token = self.word(connection, b"hello", self.told[other].tokens[self.rank], True)
+            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, token))
         except OSError as failure:
-            return self.call_failed(place, str(failure))
-        self.selector.modify(connection, selectors.EVENT_READ, place)
+            return self.call_failed(other, str(failure))
+        self.selector.modify(connection, selectors.EVENT_READ, other)
 
-    def hear_answer(self, place: Place) -> None:
-        other, stripe = place
-        connection, heard = self.calls[place]
+    def hear_answer(self, other: int) -> None:
+        connection, heard = self.calls[other]
         try:
             part = connection.recv(TOKEN_BYTES - len(heard))
         except OSError as failure:
-            return self.call_failed(place, str(failure))
+            return self.call_failed(other, str(failure))
         if not part:
-            return self.call_failed(place, "it closed the connection")
+            return self.call_failed(other, "it closed the connection")
         heard += part
-        self.calls[place] = (connection, heard)
+        self.calls[other] = (connection, heard)
         if len(heard) == TOKEN_BYTES:
-            answer = self.word(connection, b"answer", self.told[other].answer((self.rank, stripe)), True)
+            answer = self.word(connection, b"answer", self.told[other].answers[self.rank], True)
             if not hmac.compare_digest(heard, answer):
-                return self.call_failed(place, "somebody else answered")
+                return self.call_failed(other, "somebody else answered")
             self.selector.unregister(connection)
-            del self.calls[place]
-            self.made[place] = connection
+            del self.calls[other]
+            self.made[other] = connection
 
     def welcome(self, listener: socket.socket) -> None:
         try:
@@ -418,7 +377,7 @@ class _Joining:
         self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
         self.selector.register(stranger, selectors.EVENT_READ)
 
-    def listen_to(self, stranger: socket.socket, expected: set[Place]) -> None:
+    def listen_to(self, stranger: socket.socket, expected: set[int]) -> None:
         until, heard = self.strangers[stranger]
         try:
             part = stranger.recv(HELLO.size - len(heard))
@@ -430,18 +389,18 @@ class _Joining:
         self.strangers[stranger] = (until, heard)
         if len(heard) < HELLO.size:
             return
-        magic, version, rank, stripe, token = HELLO.unpack(heard)
-        own, place = self.told[self.rank], (rank, stripe)
-        is_known = magic == MAGIC and version == VERSION and place in expected and place not in self.made
+        magic, version, rank, token = HELLO.unpack(heard)
+        own = self.told[self.rank]
+        is_known = magic == MAGIC and version == VERSION and rank in expected and rank not in self.made
         try:
-            if not is_known or not hmac.compare_digest(token, self.word(stranger, b"hello", own.token(place), False)):
+            if not is_known or not hmac.compare_digest(token, self.word(stranger, b"hello", own.tokens[rank], False)):
                 return self.turn_away(stranger)
-            stranger.send(self.word(stranger, b"answer", own.answer(place), False))
+            stranger.send(self.word(stranger, b"answer", own.answers[rank], False))
         except OSError:
             return self.turn_away(stranger)
         self.selector.unregister(stranger)
         del self.strangers[stranger]
-        self.made[place] = stranger
+        self.made[rank] = stranger
 
     def turn_away(self, stranger: socket.socket) -> None:
         self.selector.unregister(stranger)
@@ -462,20 +421,20 @@ def _connect_all(
     machines: Sequence[str],
     limit: float,
     look: Callable[[], None] = lambda: None,
-) -> dict[Place, socket.socket]:
+) -> dict[int, socket.socket]:
     """The connections to each of the others. Raises EPError that names those who could not be reached in time, and what
     `look` raises, which is called about once a second."""
     warn_at = time.monotonic() + WARN_S
 
-    def look_and_warn(made: Mapping[Place, socket.socket], why: Mapping[int, str]) -> None:
+    def look_and_warn(made: Mapping[int, socket.socket], why: Mapping[int, str]) -> None:
         nonlocal warn_at
         if time.monotonic() > warn_at:
             warn_at += limit
             log.warning("%s; it tries for %g s", _unreached(rank, missing(made), told, machines, why, WARN_S), limit)
         look()
 
-    def missing(made: Mapping[Place, socket.socket]) -> list[int]:
-        return [other for other in others if any((other, s) not in made for s in range(told[rank].stripes))]
+    def missing(made: Mapping[int, socket.socket]) -> list[int]:
+        return [other for other in others if other not in made]
 
     made, why = join(rank, others, told, listener, limit, look_and_warn)
     if absent := missing(made):
@@ -491,21 +450,20 @@ def join(
     told: Sequence[Listening],
     listener: socket.socket,
     limit: float,
-    look: Callable[[Mapping[Place, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
-) -> tuple[dict[Place, socket.socket], dict[int, str]]:
+    look: Callable[[Mapping[int, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
+) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """The connections that come to be in `limit` seconds, and why those did not that this rank has called. look: is
     given both about once a second, and ends it by raising."""
     joining = _Joining(rank, told)
-    places = [(other, stripe) for other in others for stripe in range(told[rank].stripes)]
-    callers = {place for place in places if place[0] > rank}
+    callers = {other for other in others if other > rank}
     joining.selector.register(listener, selectors.EVENT_READ)
-    for place in places:
-        if place[0] < rank:
-            joining.call(place)
+    for other in others:
+        if other < rank:
+            joining.call(other)
     deadline = time.monotonic() + limit
     look_at = time.monotonic() + LOOK_S
     try:
-        while len(joining.made) < len(places) and (now := time.monotonic()) < deadline:
+        while len(joining.made) < len(others) and (now := time.monotonic()) < deadline:
             if now > look_at:
                 look(joining.made, joining.why)
                 look_at = now + LOOK_S
@@ -522,9 +480,9 @@ def join(
             now = time.monotonic()
             for stranger in [stranger for stranger, (until, _) in joining.strangers.items() if now > until]:
                 joining.turn_away(stranger)
-            for place in [place for place, at in joining.retry_at.items() if now > at]:
-                del joining.retry_at[place]
-                joining.call(place)
+            for other in [other for other, at in joining.retry_at.items() if now > at]:
+                del joining.retry_at[other]
+                joining.call(other)
     except BaseException:
         for connection in joining.made.values():
             connection.close()

@@ -18,7 +18,7 @@ import megatron_ep as ep
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import buffer_of
 from megatron_ep.buffer.distributed import group_of
-from megatron_ep.config import SETTING_NAMES, config_of, nearest_name
+from megatron_ep.config import SETTING_NAMES, Config, nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting.place import is_known, place_of
 from megatron_ep.meeting.rendezvous import StoreRendezvous
@@ -41,15 +41,15 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
     Args:
         topology: how the ranks of one group form nodes. None: as MEGATRON_EP_RANKS_PER_NODE says, or the ranks of a
             host (or of an NVLink domain of several hosts) form a node.
-        settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, of
-            `megatron_ep.Tuning`, and of `options.Options`.
+        settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, and of
+            `options.Options`.
 
     Raises:
         ValueError: an unknown name, or a setting or option out of range.
         RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
     """
     global _topology, _config, _options
-    allowed = sorted({*SETTING_NAMES, *options.NAMES})
+    allowed = sorted({*SETTING_NAMES, "tuning", *options.NAMES})
     unknown = sorted(set(settings) - set(allowed))
     if unknown:
         meant = nearest_name(unknown[0], allowed)
@@ -59,7 +59,7 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
             "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
         )
     chosen = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
-    config_of(1, settings)  # refuses what the first layer's buffer would refuse
+    Config(1, **settings)  # refuses what the first layer's buffer would refuse
     _options = chosen
     _topology, _config = topology, settings
 
@@ -98,7 +98,7 @@ def shared_buffer(
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        config = config_of(num_experts, {**(settings or {}), **_config})
+        config = Config(num_experts, **{**(settings or {}), **_config})
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
             ranks = group_of(group, config, _topology, device, f"{StoreRendezvous.of_what} in the first MoE layer")
             buffer = buffer_of(ranks)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, config_of
+from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, Config
 from megatron_ep.megatron.options import NAMES, Options
 
 Positive = Annotated[int, Field(gt=0)]
@@ -267,8 +267,8 @@ class Dispatcher(Section):
     router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
     sequences: attention of packed sequences on whatever rank has time (`megatron_ep.megatron.attention`).
     trace: a directory that receives how many tokens each router sends to each expert (`megatron-ep balance`).
-    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` and `Tuning` (None: the
-    default); num_sms matters with train.device cuda alone.
+    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: the default);
+    num_sms matters with train.device cuda alone.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
@@ -276,20 +276,15 @@ class Dispatcher(Section):
     sequences: bool = False
     trace: str | None = None
     timeout: PositiveFloat | None = None
-    channels: Positive | None = None
     row_bytes: Positive | None = None
-    nvl_ring_bytes: Positive | None = None
-    rdma_ring_bytes: Positive | None = None
-    rdma_chunk_tokens: Positive | None = None
     num_sms: Positive | None = None
-    local_pass: bool | None = None
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
     moe_low_latency_max_tokens: Positive | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What is given of `megatron_ep.Config`, `Tuning` and the options."""
+        """What is given of `megatron_ep.Config` and the options."""
         return self.model_dump(exclude={"type", "router", "sequences", "trace"}, exclude_defaults=True)
 
     @model_validator(mode="after")
@@ -298,5 +293,5 @@ class Dispatcher(Section):
         require(self.trace is None or self.type == "ep", f"trace is {self.trace}, which needs type ep, got {self.type}")
         settings = self.settings()
         Options(**{name: settings.pop(name) for name in NAMES if name in settings})
-        config_of(1, settings)  # both raise ValueError for what is out of range
+        Config(1, **settings)  # both raise ValueError for what is out of range
         return self

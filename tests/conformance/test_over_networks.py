@@ -23,10 +23,10 @@ def buffer_of(timeout: float) -> ep.Buffer:
     return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W, 1))
 
 
-@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
+@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2), (2, 1)])
 @pytest.mark.parametrize("fabric", FABRICS)
-def test_the_bits_of_one_machine(over, fabric, per_machine, per_node, stripes):
-    over(fabric, run_layers, per_machine, per_node, stripes, fabric)
+def test_the_bits_of_one_machine(over, fabric, per_machine, per_node):
+    over(fabric, run_layers, per_machine, per_node, fabric)
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])

@@ -1,11 +1,9 @@
 """Layers and calls over a fabric between machines, which all ranks of `LocalRanks` run at once: the bits of one
 machine. The machines are this one, under several names."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from cards import cards_with
 from forced_machines import machines_of
 
 import megatron_ep as ep
-from megatron_ep.fabrics import tcp
 
 W = 4
 
@@ -51,14 +48,10 @@ def layer(buffer, x, ids, weights):
     return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
 
 
-def run_layers(per_machine: int, per_node: int, stripes: str, fabric: str = "tcp") -> None:
+def run_layers(per_machine: int, per_node: int, fabric: str = "tcp") -> None:
     rank = dist.get_rank()
     topology = ep.Topology(W // per_node, per_node)
-    with (
-        cards_in_any_order(fabric),
-        machines_of(per_machine, fabric),
-        mock.patch.dict(os.environ, {tcp.STRIPES: stripes}),
-    ):
+    with cards_in_any_order(fabric), machines_of(per_machine, fabric):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
         assert buffer.fabric == fabric and buffer._group.spans_machines
         for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):

@@ -387,7 +387,7 @@ def test_groups_meet_apart(ranks) -> None:
 
 def test_an_invitation_for_each_of_many_ranks() -> None:
     """What a rank of 1024 tells over ibgda."""
-    told = Listening("::1", 1, 1, [bytes(16)] * 1024, [bytes(16)] * 1024, [bytes(1240)] * 1024, ["mlx5_0:1"], {})
+    told = Listening("::1", 1, [bytes(16)] * 1024, [bytes(16)] * 1024, [bytes(1240)] * 1024, ["mlx5_0:1"], {})
     data = codec.encode(told)
     assert codec.decode(data, Listening, codec.most_bytes(1024)) == told
     with pytest.raises(ValueError, match=r"bytes, at most \d+ are expected"):
@@ -568,7 +568,7 @@ ENDS_WITH_AN_ABANDONED_CALL = """
 import os, subprocess, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from megatron_ep.cli import main
+from megatron_ep.cli import check, main
 from megatron_ep.errors import EPError
 from megatron_ep.meeting.place import bounded
 
@@ -576,7 +576,7 @@ class Late:
     def __del__(self):  # the interpreter is ending, and lets other threads run
         time.sleep(3)
 
-def check(arguments):
+def run_check(arguments):
     store = dist.TCPStore("localhost", int(os.environ["PORT"]), is_master=False)
     try:
         bounded(0.3, lambda: store.wait(["never"], timedelta(seconds=2)))
@@ -585,7 +585,7 @@ def check(arguments):
         sys.modules["late"] = Late()
         return 3
 
-main._check = check
+check.main = run_check
 sys.argv[1:] = ["check"]
 main.run()
 """

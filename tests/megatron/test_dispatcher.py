@@ -470,7 +470,7 @@ def test_layers_share_one_buffer(four_ranks):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (dict(chanels=2), r"no setting chanels; did you mean channels\?; allowed: topology, .*channels"),
+        (dict(num_sm=2), r"no setting num_sm; did you mean num_sms\?; allowed: topology, .*num_sms, .*tuning"),
         (dict(num_smss=3), r"no setting num_smss; did you mean num_sms\?"),
         (dict(qqqq=3), "no setting qqqq; allowed"),
         (dict(timeout="20"), "Config.timeout is '20', must be a number of seconds"),

@@ -188,7 +188,7 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
             ["moe_expert_rank_capacity_factor is -1.0, must be"],
         ),
         (
-            f"--ep-host --ep-router fused --ep-local-pass false {__file__} --moe-enable-deepep --use-megatron-fsdp "
+            f"--ep-host --ep-router fused --ep-row-bytes 9 {__file__} --moe-enable-deepep --use-megatron-fsdp "
             "--bf16 --moe-deepep-num-sms 20 --moe-megakernel-backend mok --moe-router-load-balancing-type sinkhorn "
             "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype bf16".split(),
             [
@@ -196,7 +196,7 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
                 "--moe-megakernel-backend is mok: its kernels compute the whole MoE layer",
                 "--moe-dispatch-fwd-dtype is mxfp8",
                 "--moe-router-load-balancing-type is sinkhorn",
-                f"corrected: python -m megatron_ep.pretrain --ep-host --ep-num-sms 20 --ep-local-pass false {__file__} "
+                f"corrected: python -m megatron_ep.pretrain --ep-host --ep-num-sms 20 --ep-row-bytes 9 {__file__} "
                 "--bf16 --moe-router-load-balancing-type sinkhorn --moe-combine-bwd-dtype bf16 "
                 "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep\n",
             ],

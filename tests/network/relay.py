@@ -177,12 +177,12 @@ def relayed(*conditions: Conditions, between: tuple[int, int] | None = None, see
     def connect(rank, *arguments):
         made = connect_all(rank, *arguments)
         now = to_come.pop(0) if len(to_come) > 1 else to_come[0]
-        for number, place in enumerate(made):
-            if rank < place[0] and between in (None, (rank, place[0])):
+        for number, other_rank in enumerate(made):
+            if rank < other_rank and between in (None, (rank, other_rank)):
                 own, other = socket.socketpair()
                 own.setblocking(False)
-                relays.append(Relay(other, made[place], now, 1000 * seed + 10 * rank + number))
-                made[place] = own
+                relays.append(Relay(other, made[other_rank], now, 1000 * seed + 10 * rank + number))
+                made[other_rank] = own
         return made
 
     try:

@@ -38,11 +38,6 @@ def ranks():
         yield ranks
 
 
-@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, "4"), (2, 2, "3")])
-def test_the_bits_over_several_connections(ranks, per_machine, per_node, stripes):
-    ranks.run(run_layers, per_machine, per_node, stripes)
-
-
 def run_cases(per_machine: int, name: str, seeds: range) -> None:
     sizes = SIZES[name]
     topology = ep.Topology(W // per_machine, per_machine)
@@ -69,29 +64,13 @@ def run_unordered(run, *arguments) -> None:
         run(*arguments)
 
 
-@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, "2"), (2, 2, "1")])
-def test_the_bits_over_a_network_that_keeps_no_order(ranks, per_machine, per_node, stripes):
-    ranks.run(run_unordered, run_layers, per_machine, per_node, stripes)
+@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2)])
+def test_the_bits_over_a_network_that_keeps_no_order(ranks, per_machine, per_node):
+    ranks.run(run_unordered, run_layers, per_machine, per_node)
 
 
 def test_the_low_latency_mode_over_a_network_that_keeps_no_order(ranks):
     ranks.run(run_unordered, run_low_latency, 1)
-
-
-def run_other_stripes() -> str:
-    wanted = "1" if dist.get_rank() == 2 else "2"
-    with (
-        machines_of(2),
-        mock.patch.dict(os.environ, {tcp.STRIPES: wanted}),
-        pytest.raises(ValueError) as caught,
-    ):
-        ep.Buffer(None, ep.Config(num_experts=16), ep.Topology(2, 2))
-    return str(caught.value)
-
-
-def test_ranks_that_want_other_numbers_of_connections_are_told(ranks):
-    for text in ranks.run(run_other_stripes):
-        assert text.endswith("is 2 on rank 0 and 1 on rank 2, must be equal")
 
 
 def run_readmit() -> None:
@@ -368,9 +347,9 @@ def run_spoilt(counts: bool) -> str:
 
     def connect(*arguments):
         made = connect_all(*arguments)
-        real = made[0, 0]
-        made[0, 0], other = socket.socketpair()
-        made[0, 0].setblocking(False)
+        real = made[0]
+        made[0], other = socket.socketpair()
+        made[0].setblocking(False)
         real.setblocking(True)
         for run, *ends in ((carry_spoilt, other, real, counts, heap_bytes), (carry_back, real, other)):
             threading.Thread(target=run, args=ends, daemon=True).start()
@@ -405,9 +384,9 @@ def test_a_machine_writes_where_the_network_does_alone(ranks):
 # ---- who may connect
 
 
-def listening(stripes: int = 1) -> tuple[list[socket.socket], list[tcp.Listening]]:
-    listeners = [tcp.listen() for _ in range(2)]
-    return listeners, [tcp.Listening.by(listener, 2, stripes) for listener in listeners]
+def listening(ranks: int = 2) -> tuple[list[socket.socket], list[tcp.Listening]]:
+    listeners = [tcp.listen() for _ in range(ranks)]
+    return listeners, [tcp.Listening.by(listener, ranks) for listener in listeners]
 
 
 def join(rank: int, listeners, told, limit: float, made: dict) -> None:
@@ -423,20 +402,19 @@ def own_address(monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, "127.0.0.1")
 
 
-@pytest.mark.parametrize("stripes", [1, 3])
-def test_strangers_are_turned_away_and_keep_nobody_out(stripes):
-    listeners, told = listening(stripes)
+def test_strangers_are_turned_away_and_keep_nobody_out():
+    listeners, told = listening()
     address = (told[0].host, told[0].port)
     strangers = [socket.create_connection(address) for _ in range(40)]
     for number, stranger in enumerate(strangers):
         if number % 4 == 0:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        elif number % 4 == 1:  # the right rank, a wrong token: none, or that of another connection
-            token = told[0].token((1, number % stripes)) if number % 8 == 1 and stripes > 1 else bytes(16)
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, (number + 1) % stripes, token))
-        elif number % 4 == 2:  # another version, or one connection more than there are
-            version, stripe = (99, 0) if number % 8 == 2 else (tcp.VERSION, stripes)
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, version, 1, stripe, told[0].token((1, 0))))
+        elif number % 4 == 1:  # the right rank, a wrong token: none, or that of another rank
+            token = told[0].tokens[0] if number % 8 == 1 else bytes(16)
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, token))
+        elif number % 4 == 2:  # another version, or a rank that there is not
+            version, rank = (99, 1) if number % 8 == 2 else (tcp.VERSION, 2)
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, version, rank, told[0].tokens[1]))
         # and ten who say nothing
     made: dict = {}
     threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
@@ -444,28 +422,27 @@ def test_strangers_are_turned_away_and_keep_nobody_out(stripes):
         thread.start()
     for thread in threads:
         thread.join()
-    assert made[0].keys() == {(1, stripe) for stripe in range(stripes)}
-    for stripe in range(stripes):
-        first, second = made[0][1, stripe], made[1][0, stripe]
-        for connection in (first, second):
-            connection.setblocking(True)
-        first.sendall(b"hello %d" % stripe)
-        assert second.recv(7) == b"hello %d" % stripe, "both ends number them alike"
+    assert made[0].keys() == {1} and made[1].keys() == {0}
+    first, second = made[0][1], made[1][0]
+    for connection in (first, second):
+        connection.setblocking(True)
+    first.sendall(b"hello")
+    assert second.recv(5) == b"hello"
     for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
         connection.close()
 
 
 def test_a_connection_that_is_there_is_not_replaced():
     """Also for one that knows its token, but not the other's."""
-    listeners, told = listening(2)
-    hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, told[0].token((1, 0)))
+    listeners, told = listening(3)
+    hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
     both = [socket.create_connection((told[0].host, told[0].port), 5) for _ in range(2)]
     for one in both:
         one.sendall(hello)
-    made, _ = tcp.join(0, [1], told, listeners[0], 1.0)
-    assert made.keys() == {(1, 0)}
+    made, _ = tcp.join(0, [1, 2], told, listeners[0], 1.0)  # rank 2 does not come
+    assert made.keys() == {1}
     heard = sorted(one.recv(tcp.TOKEN_BYTES) for one in both)
-    assert heard == [b"", told[0].answer((1, 0))], "the second is turned away"
+    assert heard == [b"", told[0].answers[1]], "the second is turned away"
     for connection in (*both, *made.values(), *listeners):
         connection.close()
 
@@ -478,7 +455,7 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
 
     def trickle() -> None:
         """A byte of the right words now and then."""
-        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, told[0].token((1, 0)))
+        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
         strangers.extend(socket.create_connection((told[0].host, told[0].port), 5) for _ in range(100))
         for at in range(20):
             for stranger in [stranger for stranger in strangers if stranger not in closed]:
@@ -517,7 +494,7 @@ def test_of_many_strangers_the_first_to_come_is_turned_away():
     address, start = (told[0].host, told[0].port), time.monotonic()
     strangers = [socket.create_connection(address, 5) for _ in range(tcp.MAX_STRANGERS)]
     made = join_both(listeners, told)
-    assert made[0].keys() == {(1, 0)} and time.monotonic() - start < tcp.HELLO_S
+    assert made[0].keys() == {1} and time.monotonic() - start < tcp.HELLO_S
     assert strangers[0].recv(1) == b""
     for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
         connection.close()
@@ -530,16 +507,16 @@ def test_with_a_secret_a_token_is_not_enough(monkeypatch):
     """Nor is what was said on another connection."""
     monkeypatch.setenv(tcp.SECRET, SECRET)
     listeners, told = listening()
-    address, token = (told[0].host, told[0].port), told[0].token((1, 0))
+    address, token = (told[0].host, told[0].port), told[0].tokens[1]
     strangers = [socket.create_connection(address, 5) for _ in range(3)]
     other = tcp._Joining(1, told).word(strangers[0], b"hello", token, True)
     monkeypatch.setenv(tcp.SECRET, SECRET + "!")
     foreign = tcp._Joining(1, told).word(strangers[1], b"hello", token, True)
     monkeypatch.setenv(tcp.SECRET, SECRET)
     for stranger, word in zip(strangers, (token, foreign, other), strict=True):
-        stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, word))
+        stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, word))
     made = join_both(listeners, told)
-    assert made[0].keys() == {(1, 0)} and made[1].keys() == {(0, 0)}
+    assert made[0].keys() == {1} and made[1].keys() == {0}
     assert [stranger.recv(1) for stranger in strangers] == [b""] * 3
     for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
         connection.close()
@@ -548,7 +525,7 @@ def test_with_a_secret_a_token_is_not_enough(monkeypatch):
 def run_with_secrets(secrets: list[str]) -> str:
     with machines_of(2), mock.patch.dict(os.environ, {tcp.SECRET: secrets[dist.get_rank()]}):
         try:
-            run_layers(2, 2, "1")
+            run_layers(2, 2)
         except ValueError as error:
             return str(error)
     return ""
@@ -596,13 +573,6 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
     )
     assert tcp.VARIABLE in str(made[1])
     listeners[1].close()
-
-
-@pytest.mark.parametrize("value", ["0", "5", "two", "-1", " 1"])
-def test_a_number_of_connections_that_is_none(value, monkeypatch):
-    monkeypatch.setenv(tcp.STRIPES, value)
-    with pytest.raises(ValueError, match=rf"variable {tcp.STRIPES} is '{value}', must be a whole number in \[1, 4\]"):
-        tcp.stripes_wanted()
 
 
 def test_an_address_by_its_network(monkeypatch):

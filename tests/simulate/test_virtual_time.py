@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ideal_machine import ideal
 
-from megatron_ep.config import SETTING_NAMES, Topology, config_of
+from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict
 from megatron_ep.tools.simulate.case import Faults
 
@@ -17,8 +17,9 @@ ROW, SLOT = 14336, 14592  # of 7168 values of bf16 with K = 8: alone, and on the
 
 
 def case(nodes=1, ranks=2, tokens=64, experts=64, **settings):
-    own = {name: settings.pop(name) for name in SETTING_NAMES if name in settings}
-    config = config_of(experts, {"local_pass": False} | own)
+    num_sms = settings.pop("num_sms", None)
+    tuning = {each.name: settings.pop(each.name) for each in dataclasses.fields(Tuning) if each.name in settings}
+    config = Config(experts, num_sms=num_sms, tuning=Tuning(**{"local_pass": False} | tuning))
     return Case(Topology(nodes, ranks), config, num_tokens=tokens, **settings)
 
 
@@ -156,7 +157,7 @@ def test_images_of_equal_nodes_change_nothing(h200):
 def test_rings_are_deep_enough_for_either_order_of_a_card(h200):
     """First come, first served the puts of one source follow each other, and rings have to hold its rows meanwhile.
     Two of the nodes for all eight: with all of them it takes a minute, and combine takes 1.07 times as long."""
-    one = Case(Topology(8, 8), config_of(256, {}), num_tokens=2048, images=2)
+    one = Case(Topology(8, 8), Config(256), num_tokens=2048, images=2)
     in_turns, first_come = (predict(one, h200.with_constants(card_turn=turn)).phases for turn in (16384, 0))
     assert first_come["combine"].us != in_turns["combine"].us
     for name, phase in first_come.items():

@@ -176,7 +176,7 @@ def test_the_options_of_pretrain():
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("row_bytes", 16384), ("local_pass", True), ("local_pass", False), ("channels", 3), ("timeout", 1.5)],
+    [("row_bytes", 16384), ("timeout", 1.5)],
 )
 def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
@@ -195,7 +195,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
         *("--megatron-lm", str(tmp_path), "--steps", "3"),
         *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
         *("--set", "dispatcher.moe_apply_probs_on_combine=true", "--set", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
-        *("--set", "dispatcher.local_pass=false"),
+        *("--set", "dispatcher.row_bytes=16384"),
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -204,7 +204,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
-        assert connections == "1" and enabled is True and settings == {"num_sms": 8, "local_pass": False} | options
+        assert connections == "1" and enabled is True and settings == {"num_sms": 8, "row_bytes": 16384} | options
         assert words[words.index("--train-iters") + 1] == "3"
         assert words[-2:] == ["--moe-token-dispatcher-type", "alltoall"]
 

@@ -181,7 +181,7 @@ class Examination:
 
             listener, told = self.rendezvous.exchange(tell)
             made, why = tcp.join(self.rank, others, told, listener, min(self.timeout, tcp.HELLO_S))
-            tried = {other: connection for (other, _), connection in made.items() if self._is_tried(other)}
+            tried = {other: connection for other, connection in made.items() if self._is_tried(other)}
             with ThreadPoolExecutor(len(tried) or 1) as pool:
                 arrived = list(pool.map(_arrives, tried.values()))
             for connection in made.values():
@@ -190,7 +190,7 @@ class Examination:
             f"{self._place(self.rank)} does not reach {self._place(other)} at {told[other].host} port "
             f"{told[other].port}: {why.get(other, 'no answer')}"
             for other in others
-            if other < self.rank and (other, 0) not in made
+            if other < self.rank and other not in made
         ] + [
             f"{self._place(other)} and {self._place(self.rank)} are connected, but of what the first sends {BLACK_HOLE}"
             for other, came in zip(tried, arrived, strict=True)

@@ -23,7 +23,7 @@ class NetworkTrial:
     rendezvous: of the ranks.
     machines: of each rank, by name; only ranks of different ones are connected.
     channels: rings between two ranks.
-    address, stripes, card: as of `Network`.
+    address, card: as of `Network`.
     max_bytes: of a put. A rank takes 16 * channels * max_bytes of memory for each rank that it exchanges with.
     """
 
@@ -35,7 +35,6 @@ class NetworkTrial:
         channels: int = 1,
         max_bytes: int = MAX_PUT_BYTES,
         address: str | None = None,
-        stripes: int | None = None,
         card: _C.Card | None = None,
     ):
         sizes = dict(world=len(machines), channels=channels, max_bytes=max_bytes)
@@ -52,7 +51,7 @@ class NetworkTrial:
                 load = _C.NetworkLoad(nic, controls[rank], heap, rank=rank, **sizes)
             except RuntimeError as error:  # the card refused the memory
                 raise EPError(str(error)) from None
-            return Network(rank, machines, nic, address, stripes, cards), load
+            return Network(rank, machines, nic, address, cards), load
 
         # before the connections: the others' puts find its memory there
         self._network, load = rendezvous.agree(make)
