@@ -47,10 +47,6 @@ def init_seed(seed: int) -> None:
     random.seed(_seeds["local"])
 
 
-def get_local_seed() -> int:
-    return _seeds["local"]
-
-
 def get_global_seed() -> int:
     return _seeds["global"]
 

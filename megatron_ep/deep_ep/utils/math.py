@@ -73,13 +73,6 @@ def hash_tensor(x: torch.Tensor) -> int:
     return int(x.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64))
 
 
-def hash_tensors(*tensors: torch.Tensor) -> int:
-    result = 0
-    for tensor in tensors:
-        result ^= hash_tensor(tensor)
-    return result
-
-
 def count_bytes(*parts: Any) -> int:
     """Counts the bytes of tensors, in tuples and lists too; None counts nothing."""
     return sum(_bytes_of(part) for part in parts)
