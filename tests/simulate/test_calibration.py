@@ -2,16 +2,18 @@
 
 import math
 import shutil
+from pathlib import Path
 
+import calibrate
 import pytest
 
 from megatron_ep.config import Config, Topology, Tuning
-from megatron_ep.tools.simulate import Case, Machine, calibrate, predict
+from megatron_ep.tools.simulate import Case, Machine, predict
 from megatron_ep.tools.simulate.machine import FOLDER, MAX_ERROR
 
-MEASURED = FOLDER / "h200_measured.csv"
+MEASURED = Path(__file__).parent / "h200_measured.csv"
 # A change that moves a prediction by more has made the protocol faster or slower: say so in the changes, and calibrate
-# again (python -m megatron_ep.tools.simulate.calibrate).
+# again (python tests/simulate/calibrate.py).
 MOVED = 0.05
 
 

@@ -1,6 +1,6 @@
 """Fits a machine file's constants to measurements, and says how well they predict those that it held out.
 
-    python -m megatron_ep.tools.simulate.calibrate MEASURED.csv MACHINE.toml
+    python tests/simulate/calibrate.py MEASURED.csv MACHINE.toml
 
 The table has a line for each figure, see `Figure`; what the new constants predict for it is written there.
 
