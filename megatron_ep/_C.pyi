@@ -1,6 +1,5 @@
 """The compiled host backend, and with CUDA that of GPUs on one machine. Addresses are those of contiguous tensors, 0
-where there is none; a stream is a cudaStream_t. A rank's tensors: numbers by the names of members in csrc/bindings, of
-RankTensors (launch_args.h) or LowLatencyTensors (low_latency_args.h)."""
+where there is none; a stream is a cudaStream_t."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,46 +163,65 @@ class Totals:
     rail_rows: int
     bad_token: int
 
-class HostLauncher: ...
+# ---- launches
 
-class Group(HostLauncher):
-    def __init__(
-        self,
-        *,
-        heap: Heap,
-        ranks: Sequence[int],
-        segments: Sequence[Segment],
-        threads: int,
-        seed: int | None,
-        lost_signal: int,
-        stalled: tuple[int, int],
-        timeout: float,
-        nic: SoftwareNic | None = None,
-    ) -> None: ...
-    def notify(
-        self,
-        tensors: Sequence[dict[str, int]],
-        topk: int,
-        index_bytes: int,
-        expert_alignment: int,
-        expert_capacity: int,
-        allows_repeats: bool = False,
-    ) -> list[Totals]: ...
-    def dispatch(
-        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int
-    ) -> None: ...
-    def combine(
-        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
-    ) -> None: ...
+class Phase:
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    notify: Phase
+    dispatch: Phase
+    fused_dispatch: Phase
+    dispatch_ahead: Phase
+    dispatch_again: Phase
+    combine: Phase
+    send: Phase
+    receive: Phase
+    send_and_receive: Phase
+
+class Call: ...
+
+class Launcher:
+    def dispatch(self, format: RowFormat, members: Sequence[dict[str, int]], given: Sequence[str] = ()) -> Call: ...
+    def combine(self, format: RowFormat, members: Sequence[dict[str, int]], given: Sequence[str] = ()) -> Call: ...
+    def launch(self, call: Call, phase: int, stream: int, *given: int) -> tuple[list[Totals], bool] | None: ...
+    def reset(self) -> None: ...
+
+class Group(Launcher):
+    watch: Callable[[], None] | None  # called now and then while notify waits: what it raises ends the wait
     def aborted(self) -> tuple[str, int] | None: ...
-    def finished(self) -> bool: ...
     def incidents(self) -> list[dict[str, Any]]: ...
     def rank_statuses(self) -> list[dict[str, Any]]: ...
     def waited(self) -> list[tuple[list[int], list[int]]]: ...
     def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None: ...
-    def reset(self) -> None: ...
+    def finished(self) -> bool: ...
     @property
     def seconds(self) -> float: ...
+    def listen(self) -> None: ...
+    def drain(self) -> None: ...
+    def note_capture(self, stream: int) -> None: ...
+    def graphs(self) -> int: ...
+    def orders_graphs(self) -> bool: ...
+    def retire(self) -> None: ...
+
+class LowLatencyGroup(Launcher):
+    @property
+    def warps(self) -> int: ...
+
+def host_group(
+    *,
+    heap: Heap,
+    ranks: Sequence[int],
+    segments: Sequence[Segment],
+    threads: int,
+    seed: int | None,
+    lost_signal: int,
+    stalled: tuple[int, int],
+    timeout: float,
+    nic: SoftwareNic | None = None,
+) -> Group: ...
+def host_low_latency(
+    *, group: Group, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
+) -> LowLatencyGroup: ...
 
 # ---- low-latency mode
 
@@ -234,46 +252,6 @@ class ScaleFormat:
     pow2: ScaleFormat
     ue8m0: ScaleFormat
 
-class LowLatencyLaunches:
-    def __init__(self, value: int) -> None: ...
-    send: LowLatencyLaunches
-    receive: LowLatencyLaunches
-    both: LowLatencyLaunches
-
-class LowLatencyOptions:
-    def __init__(self) -> None: ...
-    index_bytes: int
-    expert_alignment: int
-    expert_rows: int
-    quantize: ScaleFormat
-    scale_column: int
-    sum_at_expert: bool
-    renormalize: bool
-    slice_ns: int
-    silent_slices: int
-    max_slices: int
-
-class LowLatencyGroup:
-    def __init__(
-        self, *, group: HostLauncher, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
-    ) -> None: ...
-    def dispatch(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        options: LowLatencyOptions,
-        launches: LowLatencyLaunches,
-    ) -> None: ...
-    def combine(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        options: LowLatencyOptions,
-        dtype: int,
-        launches: LowLatencyLaunches,
-    ) -> None: ...
-    def reset(self) -> None: ...
-
 # ---- with CUDA
 
 def has_native_atomics(device: int, peer: int) -> bool: ...
@@ -294,107 +272,18 @@ class DeviceMemory:
     @property
     def bytes(self) -> int: ...
 
-class CudaGroup:
-    watch: Callable[[], None] | None  # called now and then while notify waits: what it raises ends the wait
-    def __init__(
-        self,
-        *,
-        heap: Heap,
-        ranks: Sequence[int],
-        memories: Sequence[DeviceMemory],
-        device: int,
-        num_sms: int,
-        timeout: float,
-    ) -> None: ...
-    def notify(
-        self,
-        tensors: Sequence[dict[str, int]],
-        topk: int,
-        index_bytes: int,
-        expert_alignment: int,
-        expert_capacity: int,
-        allows_repeats: bool,
-        stream: int,
-    ) -> list[Totals]: ...
-    def dispatch_ahead(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        index_bytes: int,
-        expert_alignment: int,
-        expert_capacity: int,
-        allows_repeats: bool,
-        stream: int,
-    ) -> tuple[list[Totals], bool]: ...
-    def dispatch(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        again: bool,
-        stream: int,
-    ) -> None: ...
-    def fused_dispatch(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        index_bytes: int,
-        expert_alignment: int,
-        expert_capacity: int,
-        allows_repeats: bool,
-        stream: int,
-    ) -> None: ...
-    def combine(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        dtype: int,
-        stream: int,
-    ) -> None: ...
-    def aborted(self) -> tuple[str, int] | None: ...
-    def incidents(self) -> list[dict[str, Any]]: ...
-    def rank_statuses(self) -> list[dict[str, Any]]: ...
-    def waited(self) -> list[tuple[list[int], list[int]]]: ...
-    def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None: ...
-    def listen(self) -> None: ...
-    def note_capture(self, stream: int) -> None: ...
-    def graphs(self) -> int: ...
-    def orders_graphs(self) -> bool: ...
-    def retire(self) -> None: ...
-    def drain(self) -> None: ...
-    def reset(self) -> None: ...
-
-class CudaLowLatency:
-    def __init__(
-        self, *, group: CudaGroup, heap: LowLatencyHeap, memories: Sequence[DeviceMemory], blocks: int
-    ) -> None: ...
-    @property
-    def warps(self) -> int: ...
-    def dispatch(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        options: LowLatencyOptions,
-        launches: LowLatencyLaunches,
-        stream: int,
-    ) -> None: ...
-    def combine(
-        self,
-        tensors: Sequence[dict[str, int]],
-        format: RowFormat,
-        options: LowLatencyOptions,
-        dtype: int,
-        launches: LowLatencyLaunches,
-        stream: int,
-    ) -> None: ...
-    def reset(self) -> None: ...
+def cuda_group(
+    *,
+    heap: Heap,
+    ranks: Sequence[int],
+    memories: Sequence[DeviceMemory],
+    device: int,
+    num_sms: int,
+    timeout: float,
+) -> Group: ...
+def cuda_low_latency(
+    *, group: Group, heap: LowLatencyHeap, memories: Sequence[DeviceMemory], blocks: int
+) -> LowLatencyGroup: ...
 
 class PinnedReport:
     def __init__(self, device: int) -> None: ...
@@ -408,30 +297,19 @@ class QueueHeap:
         self, *, nic: SoftwareNic, report: PinnedReport, heap: Heap | LowLatencyHeap, rank: int, device: int
     ) -> None: ...
 
-class QueueGroup(CudaGroup):
-    def __init__(
-        self,
-        *,
-        heap: Heap,
-        rank: int,
-        network: QueueHeap,
-        memories: Sequence[DeviceMemory],
-        device: int,
-        num_sms: int,
-        timeout: float,
-    ) -> None: ...
-
-class QueueLowLatency(CudaLowLatency):
-    def __init__(
-        self,
-        *,
-        group: QueueGroup,
-        heap: LowLatencyHeap,
-        network: QueueHeap,
-        memories: Sequence[DeviceMemory],
-        blocks: int,
-    ) -> None: ...
-
+def queue_group(
+    *,
+    heap: Heap,
+    rank: int,
+    network: QueueHeap,
+    memories: Sequence[DeviceMemory],
+    device: int,
+    num_sms: int,
+    timeout: float,
+) -> Group: ...
+def queue_low_latency(
+    *, group: Group, heap: LowLatencyHeap, network: QueueHeap, memories: Sequence[DeviceMemory], blocks: int
+) -> LowLatencyGroup: ...
 def try_card(card: Card, device: int) -> None: ...
 def dequantize_cuda(*, rows: int, hidden: int, dtype: int, values: int, scales: int, out: int, stream: int) -> None: ...
 def quantize_cuda(*, rows: int, hidden: int, dtype: int, x: int, values: int, scales: int, stream: int) -> None: ...

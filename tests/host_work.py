@@ -36,9 +36,9 @@ DEVICE = torch.device("meta")
 
 
 def build(checkout: Path, folder: Path, *flags: str) -> None:
-    """The module `launchless` over the bindings of a checkout."""
-    places = [NATIVE / "fake_group", checkout / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
-    sources = [NATIVE / "launchless.cpp", checkout / "csrc" / "bindings" / "incidents.cpp"]
+    """The module `launchless` over the bindings of a checkout, with what its tests have for that."""
+    native, bindings = checkout / "tests" / "csrc", checkout / "csrc" / "bindings"
+    places = [native / "fake_group", checkout / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
     command = [
         "g++",
         "-std=c++20",
@@ -48,6 +48,8 @@ def build(checkout: Path, folder: Path, *flags: str) -> None:
         *flags,
         *(f"-I{place}" for place in places),
     ]
+    # earlier bindings take the second file, too
+    sources = [native / "launchless.cpp", bindings / "incidents.cpp"]
     subprocess.run([*command, *map(str, sources), "-o", str(folder / "launchless.so")], check=True)
 
 
@@ -67,8 +69,8 @@ def measure(rounds: int) -> dict[str, float]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
         heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
         backend = group.live_backend()
-        low_latency = launchless.LowLatency(backend.group, heap, SMS)
-        return heap, backends.CudaLowLatencyRanks(backend, LowLatencyConnection(low_latency), None), None
+        low_latency = launchless.low_latency(backend.group, heap, SMS)
+        return heap, backends.LowLatencyRanks(backend, LowLatencyConnection(low_latency), None), None
 
     event = SimpleNamespace(query=lambda: True)
     stream = SimpleNamespace(cuda_stream=7, record_event=lambda: event, wait_event=lambda event: None)
@@ -83,11 +85,10 @@ def measure(rounds: int) -> dict[str, float]:
         mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: stream.cuda_stream, create=True),
         mock.patch.object(backends, "connect", connect),
         ep.Buffer(None, ep.Config(num_experts=host.EXPERTS, num_sms=SMS, timeout=10), device="cpu") as buffer,
-        torch.no_grad(),
     ):
         group = buffer._group
         group.device = DEVICE
-        group._backend = cuda.CudaBackend(Connection(launchless.Group(group.heap)), group.heap, DEVICE, SMS)
+        group._backend = cuda.CudaBackend(Connection(launchless.group(group.heap)), group.heap, DEVICE, SMS)
         calls = host.calls_of(host.Inputs(DEVICE), buffer)
         for _ in range(rounds):
             for name, call in calls.items():
@@ -99,8 +100,8 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def in_process(checkout: Path, folder: Path, rounds: int) -> dict[str, float]:
-    """`measure` in a process of its own. folder: of the checkout's `launchless`."""
-    command = [sys.executable, __file__, "--measure", str(rounds)]
+    """`measure` of a checkout in a process of its own. folder: of the checkout's `launchless`."""
+    command = [sys.executable, str(checkout / "tests" / "host_work.py"), "--measure", str(rounds)]
     environment = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{folder}"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, float] = json.loads(done.stdout)
@@ -120,7 +121,8 @@ def compare(checkouts: Sequence[Path], processes: int, rounds: int, *flags: str)
                 measured[i].append(in_process(checkout, folders[i], rounds))
     return {
         name: [statistics.median(of_process[name] for of_process in of_checkout) for of_checkout in measured]
-        for name in measured[0][0]
+        for name in measured[-1][0]
+        if all(name in of_checkout[0] for of_checkout in measured)
     }
 
 

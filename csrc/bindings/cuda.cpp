@@ -1,12 +1,11 @@
 #if defined(MEGATRON_EP_CUDA)
 
-#include "bindings/cuda.h"
-
 #include <stdexcept>
 #include <string>
 
-#include "bindings/cuda_group.h"
-#include "bindings/cuda_low_latency.h"
+#include "bindings/address.h"
+#include "bindings/cuda_launcher.h"
+#include "bindings/module.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
 #include "launch/cuda/quantize.h"
@@ -16,10 +15,6 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-using P2pGroup = PyCudaGroup<P2pFabricParams>;
-
-using P2pLowLatency = PyCudaLowLatency<P2pFabricParams>;
-
 // Of the heaps of all ranks.
 P2pFabricParams fabric_over(const Topology& topology, const std::vector<DeviceMemory*>& memories) {
     P2pFabricParams fabric{topology, {}};
@@ -28,28 +23,33 @@ P2pFabricParams fabric_over(const Topology& topology, const std::vector<DeviceMe
     return fabric;
 }
 
-std::unique_ptr<P2pLowLatency> make_low_latency(const P2pGroup& group, const LowLatencyHeap& heap,
-                                                const std::vector<DeviceMemory*>& memories,
-                                                int blocks) {
-    std::vector<char*> own_heaps;
-    for (const int rank : group.group().ranks()) own_heaps.push_back(memories[rank]->data());
-    return std::make_unique<P2pLowLatency>(group, heap, fabric_over(heap.topology, memories),
-                                           own_heaps, blocks);
+std::vector<char*> data_of(const std::vector<DeviceMemory*>& memories,
+                           const std::vector<int>& ranks) {
+    std::vector<char*> heaps;
+    for (const int rank : ranks) heaps.push_back(memories[rank]->data());
+    return heaps;
 }
 
-std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
-                                     const std::vector<DeviceMemory*>& memories, int device,
-                                     int num_sms, double timeout) {
+std::unique_ptr<RankLauncher> p2p_launcher(const Heap& heap, const std::vector<int>& ranks,
+                                           const std::vector<DeviceMemory*>& memories, int device,
+                                           int num_sms, double timeout) {
     if (memories.size() > kMaxNodeRanks) {
         throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
     }
     const P2pFabricParams fabric = fabric_over(heap.topology, memories);
-    std::vector<char*> own_heaps;
-    const std::vector<char*> heaps(fabric.heaps, fabric.heaps + memories.size());
-    for (int rank : ranks) own_heaps.push_back(heaps[rank]);
-    return std::make_unique<P2pGroup>(heap, fabric, std::move(ranks), own_heaps, heaps, device,
-                                      num_sms, timeout);
+    return std::make_unique<CudaLauncher<P2pFabricParams>>(
+        heap, fabric, ranks, data_of(memories, ranks),
+        std::vector<char*>(fabric.heaps, fabric.heaps + memories.size()), device, num_sms, timeout);
+}
+
+std::unique_ptr<LowLatencyLauncher> p2p_low_latency(const RankLauncher& launcher,
+                                                    const LowLatencyHeap& heap,
+                                                    const std::vector<DeviceMemory*>& memories,
+                                                    int blocks) {
+    return std::make_unique<CudaLowLatencyLauncher<P2pFabricParams>>(
+        group_of<P2pFabricParams>(launcher), heap, fabric_over(heap.topology, memories),
+        data_of(memories, launcher.ranks()), blocks);
 }
 
 }  // namespace
@@ -83,17 +83,11 @@ void bind_cuda(py::module_& m) {
         .def_property_readonly("is_released", &DeviceMemory::is_released)
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
-    P2pGroup::bind(m, "CudaGroup",
-                   "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps "
-                   "are mapped here.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"),
-             py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-             py::keep_alive<1, 4>());
-
-    P2pLowLatency::bind(m, "CudaLowLatency")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
-             py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
-             py::keep_alive<1, 4>());
+    m.def("cuda_group", &p2p_launcher, py::kw_only(), py::arg("heap"), py::arg("ranks"),
+          py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
+          py::keep_alive<0, 3>(), "Of ranks on one GPU; all ranks' heaps are mapped here.");
+    m.def("cuda_low_latency", &p2p_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+          py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 
     m.def("has_native_atomics", &has_native_atomics, py::arg("device"), py::arg("peer"),
           "Whether kernels on the one GPU have native atomics on the memory of the other.");

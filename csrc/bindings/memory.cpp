@@ -1,7 +1,6 @@
-#include "bindings/memory.h"
-
 #include <cstdint>
 
+#include "bindings/module.h"
 #include "launch/host/memory_pool.h"
 
 namespace py = pybind11;

@@ -1,14 +1,6 @@
-#include <pybind11/pybind11.h>
+#include "bindings/module.h"
 
-#include "bindings/cuda.h"
-#include "bindings/group.h"
-#include "bindings/low_latency.h"
-#include "bindings/memory.h"
-#include "bindings/network_load.h"
-#include "bindings/plan.h"
-#include "bindings/queue.h"
-#include "bindings/router.h"
-#include "bindings/verbs.h"
+#include <pybind11/pybind11.h>
 
 namespace py = pybind11;
 
@@ -37,8 +29,10 @@ PYBIND11_MODULE(_C, m) {
         "point to.";
     m.def("build_info", &build_info);
     ep::bind_verbs(m);
-    ep::bind_group(m);
+    ep::bind_heaps(m);
     ep::bind_low_latency(m);
+    ep::bind_launcher(m);
+    ep::bind_host_launcher(m);
     ep::bind_memory(m);
     ep::bind_network_load(m);
     ep::bind_plan(m);

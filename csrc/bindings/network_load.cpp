@@ -1,4 +1,4 @@
-#include "bindings/network_load.h"
+#include "fabric/queue/network_load.h"
 
 #include <pybind11/stl.h>
 
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "fabric/queue/network_load.h"
+#include "bindings/module.h"
 #include "fabric/shared_memory.h"
 
 namespace py = pybind11;

@@ -1,5 +1,4 @@
-#include "bindings/plan.h"
-
+#include "bindings/module.h"
 #include "launch/cuda/channels.h"
 
 namespace py = pybind11;

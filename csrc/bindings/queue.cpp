@@ -1,15 +1,13 @@
 #if defined(MEGATRON_EP_CUDA)
 
-#include "bindings/queue.h"
-
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <variant>
 #include <vector>
 
-#include "bindings/cuda_group.h"
-#include "bindings/cuda_low_latency.h"
+#include "bindings/cuda_launcher.h"
+#include "bindings/module.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/shared_memory.h"
 #include "launch/queue/queue_heap.h"
@@ -47,36 +45,24 @@ std::vector<char*> heaps_of(const Memories& memories) {
     return data;
 }
 
-void bind_groups(py::module_& m) {
-    using Group = PyCudaGroup<QueueFabricParams>;
-    using LowLatency = PyCudaLowLatency<QueueFabricParams>;
-    const auto make_group = [](const Heap& heap, int rank, const QueueHeap& network,
-                               const Memories& memories, int device, int num_sms, double timeout) {
-        const std::vector<char*> node = heaps_of(memories);
-        return std::make_unique<Group>(heap, network.fabric(node), std::vector<int>{rank},
-                                       std::vector<char*>{node[heap.topology.local_of(rank)]}, node,
-                                       device, num_sms, timeout);
-    };
-    Group::bind(m, "QueueGroup",
-                "The rank of a buffer that lives in this process, on a GPU; the heaps of its node "
-                "are mapped here, and a SoftwareNic or a network card carries what goes to others.")
-        .def(py::init(make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
-             py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
-             py::arg("timeout"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+std::unique_ptr<RankLauncher> queue_launcher(const Heap& heap, int rank, const QueueHeap& network,
+                                             const Memories& memories, int device, int num_sms,
+                                             double timeout) {
+    const std::vector<char*> node = heaps_of(memories);
+    return std::make_unique<CudaLauncher<QueueFabricParams>>(
+        heap, network.fabric(node), std::vector<int>{rank},
+        std::vector<char*>{node[heap.topology.local_of(rank)]}, node, device, num_sms, timeout);
+}
 
-    const auto make_low_latency = [](const Group& group, const LowLatencyHeap& heap,
-                                     const QueueHeap& network, const Memories& memories,
-                                     int blocks) {
-        const std::vector<char*> node = heaps_of(memories);
-        const int rank = group.group().ranks().front();
-        return std::make_unique<LowLatency>(group, heap, network.fabric(node),
-                                            std::vector<char*>{node[heap.topology.local_of(rank)]},
-                                            blocks);
-    };
-    LowLatency::bind(m, "QueueLowLatency")
-        .def(py::init(make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
-             py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
-             py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+std::unique_ptr<LowLatencyLauncher> queue_low_latency(const RankLauncher& launcher,
+                                                      const LowLatencyHeap& heap,
+                                                      const QueueHeap& network,
+                                                      const Memories& memories, int blocks) {
+    const std::vector<char*> node = heaps_of(memories);
+    const int local = heap.topology.local_of(launcher.ranks().front());
+    return std::make_unique<CudaLowLatencyLauncher<QueueFabricParams>>(
+        group_of<QueueFabricParams>(launcher), heap, network.fabric(node),
+        std::vector<char*>{node[local]}, blocks);
 }
 
 }  // namespace
@@ -97,7 +83,15 @@ void bind_queue(py::module_& m) {
              py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>());
 
-    bind_groups(m);
+    m.def(
+        "queue_group", &queue_launcher, py::kw_only(), py::arg("heap"), py::arg("rank"),
+        py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
+        py::arg("timeout"), py::keep_alive<0, 3>(), py::keep_alive<0, 4>(),
+        "Of a rank on a GPU; the heaps of its node are mapped here, and a SoftwareNic or a network "
+        "card carries what goes to others.");
+    m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+          py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(),
+          py::keep_alive<0, 3>(), py::keep_alive<0, 4>());
 
     m.def("try_card", &try_card, py::arg("card"), py::arg("device"),
           "Makes a queue of a card's in which a GPU posts, and gives it back. Raises RuntimeError "

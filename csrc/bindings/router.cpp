@@ -1,9 +1,9 @@
-#include "bindings/router.h"
+#include "router/router.h"
 
 #include <cstdint>
 
-#include "bindings/launch_args.h"
-#include "router/router.h"
+#include "bindings/address.h"
+#include "bindings/module.h"
 
 namespace py = pybind11;
 

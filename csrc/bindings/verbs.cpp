@@ -1,11 +1,10 @@
-#include "bindings/verbs.h"
-
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "bindings/module.h"
 #include "fabric/queue/software_nic.h"
 #include "fabric/verbs/card.h"
 #include "fabric/verbs/direct_pair.h"

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import CountSettings, RankTensors, Totals
 from megatron_ep.buffer.launches import Launches
 from megatron_ep.buffer.of_group import OfGroup
 from megatron_ep.errors import EPStuckError
@@ -74,68 +73,31 @@ class CudaBackend(OfGroup):
         self._rank = rank
         self.launches_ahead = True
         self.min_stores = MIN_STORES_PER_SM * sms
-        self.shares_gpu = False  # with other processes of the buffer
         self.memories = connection.memories
         self.network_memory = connection.network_memory
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
         self._last: torch.cuda.Stream | None = None  # of the last launch
+        self._last_stream: int | None = None
         self._since_mark = 0  # launches
         self._listened = 0.0  # when another rank's failure was last looked for
         self._mark: torch.cuda.Event | None = None  # so many launches ago
-        # counts whose exchange failed, or is under way: a kernel that is still queued writes to them
-        self._untold: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []  # those for which the host waits, of each rank of this process
+        self._is_counting = False  # an exchange of them is under way, or has failed: a queued kernel may write to them
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
-        totals = self.launch(self.group.notify, tensors, *settings)
-        if self.aborted() is None:
-            self._untold.clear()
-        return totals
-
-    def dispatch_ahead(
-        self,
-        tensors: list[RankTensors],
-        row: _C.RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        counts: CountSettings,
-    ) -> tuple[Sequence[Totals], bool]:
-        batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        told = self.launch(self.group.dispatch_ahead, tensors, row, batch, rdma_chunk, *counts[1:])
-        if self.aborted() is None:
-            self._untold.clear()
-        return told
-
-    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+    def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
         if not wait:
             return torch.empty(2, experts, dtype=torch.int64, device=self._device)
-        # of the host, where the GPU reaches it
-        counts = torch.empty(2, experts, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._untold.append(counts)
-        return counts
+        while len(self._counts) <= index:  # of the host, where the GPU reaches it
+            self._counts.append(torch.empty(2, experts, dtype=torch.int64, device="cpu", pin_memory=True))
+        self._is_counting = True
+        return self._counts[index]
 
-    def enqueue_dispatch(
-        self,
-        tensors: list[RankTensors],
-        row: _C.RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        counts: CountSettings | None,
-        again: bool = False,
-    ) -> None:
-        batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        if counts is None:
-            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk, again)
-        else:
-            self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
-
-    def enqueue_combine(
-        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
-    ) -> None:
-        batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        self.launch(self.group.combine, tensors, row, batch, rdma_chunk, dtype)
+    def taken_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        self._is_counting = False
+        return counts.clone()
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # torch keeps the memory of a GPU, and takes sizes faster one by one
@@ -188,7 +150,7 @@ class CudaBackend(OfGroup):
     def reset(self) -> None:
         gpu.run_deferred()
         super().reset()
-        self._untold.clear()
+        self._is_counting = False
 
     def put_off(self, work: Callable[[], None]) -> None:
         gpu.defer(work)
@@ -214,9 +176,9 @@ class CudaBackend(OfGroup):
             return
         _forget_graphs_that_are_gone()
         self.group.watch = None  # a circle through the extension, which nothing else breaks
-        if self._untold and not gpu.is_stuck(self.group):
+        if self._is_counting and not gpu.is_stuck(self.group):
             torch.cuda.synchronize(self._device)
-            self._untold.clear()
+            self._is_counting = False
         if not gpu.is_stuck(self.group) and self.group.graphs():
             self.group.retire()
             _replayable.append(self)
@@ -259,8 +221,8 @@ class CudaBackend(OfGroup):
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
-    def launch(self, launch: Callable[..., T], *arguments: Any, part: object = None) -> T:
-        """launch(*arguments, stream). part: what it uses besides the group."""
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
+        """part: what it uses besides the group."""
         stream = self.current_stream()
         if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
@@ -270,30 +232,32 @@ class CudaBackend(OfGroup):
                 self._captured_parts.append(part)
             self.group.note_capture(stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
-            return launch(*arguments, stream)
+            return group.launch(call, phase, stream, *given)
         if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
-            if self._last is None or self._last.cuda_stream != stream:
+            if stream != self._last_stream:
                 current = torch.cuda.current_stream(self._device)
                 if self._last is not None:
                     current.wait_event(self._last.record_event())  # two launches at once would share the rings
-                self._last = current
+                self._last, self._last_stream = current, stream
             self._since_mark += 1
             if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
-                self._wait_for_earlier_launches(self._last)
+                self._wait_for_earlier_launches()
             if not self._launches.are_recorded:
-                return launch(*arguments, stream)
+                return group.launch(call, phase, stream, *given)
+            assert self._last is not None
             with self._watched(), self._launches.record(self._last):
-                return launch(*arguments, stream)
+                return group.launch(call, phase, stream, *given)
         finally:
             self._busy.release()
 
-    def _wait_for_earlier_launches(self, stream: torch.cuda.Stream) -> None:
+    def _wait_for_earlier_launches(self) -> None:
         """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
+        assert self._last is not None
         if self._mark is not None:
             self.wait(self._mark)
-        self._mark, self._since_mark = stream.record_event(), 1
+        self._mark, self._since_mark = self._last.record_event(), 1
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -305,13 +269,6 @@ class CudaBackend(OfGroup):
             with contextlib.suppress(RuntimeError):
                 self.abort(interrupted=False, failed=True, reason=str(error))
             raise
-
-
-@functools.lru_cache(maxsize=64)
-def _half_a_ring(row: _C.RowFormat, heap: _C.Heap) -> int:
-    """Rows after which a ring's other end hears of them: then both ends can work at once."""
-    slots = heap.nvl_ring_bytes // row.slot_bytes
-    return 1 << max(0, slots.bit_length() - 2)
 
 
 def _forget_graphs_that_are_gone() -> None:

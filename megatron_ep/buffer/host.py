@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import CountSettings, RankTensors, Totals
 from megatron_ep.buffer.of_group import OfGroup
 
 POOLED_BYTES = 1 << 20  # least size of outputs whose memory is pooled
@@ -54,7 +53,7 @@ class HostBackend(OfGroup):
         self._ranks = ranks
         self.memories = list(segments)
         self.network_memory = None
-        group = _C.Group(
+        group = _C.host_group(
             heap=heap,
             ranks=ranks,
             segments=self.memories,
@@ -67,31 +66,14 @@ class HostBackend(OfGroup):
         )
         super().__init__(group, nic)
 
-    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
-        return self.group.notify(tensors, *settings)
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
+        return group.launch(call, phase, 0, *given)
 
-    def dispatch_ahead(self, *_: Any) -> tuple[Sequence[Totals], bool]:
-        raise NotImplementedError("a launch on the host returns when it is done")
-
-    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+    def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64, device="cpu")
 
-    def enqueue_dispatch(
-        self,
-        tensors: list[RankTensors],
-        row: _C.RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        counts: CountSettings | None,
-        again: bool = False,
-    ) -> None:
-        assert counts is None and not again
-        self.group.dispatch(tensors, row, nvl_batch, rdma_chunk)
-
-    def enqueue_combine(
-        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
-    ) -> None:
-        self.group.combine(tensors, row, nvl_batch, rdma_chunk, dtype)
+    def taken_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return new_output(shape, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,65 +10,18 @@ import torch
 from megatron_ep import _C
 from megatron_ep.diagnosis.blame import RankStatus
 
-# What a call has of one rank: numbers and addresses by the names of members in csrc/bindings, of RankTensors
-# (launch_args.h) or LowLatencyTensors (low_latency_args.h). What is left out is 0, or as they say. A dict is made and
-# read in a fraction of the time of an object of the extension.
-RankTensors = dict[str, int]
-
-
-@dataclass
-class RankHandle:
-    """One rank's part of a handle: what notify learned, and tables that dispatch fills."""
-
-    num_tokens: int  # T
-    layout: torch.Tensor  # int32, as csrc/core/layout.h lays it out
-    rows: int  # R, rows of the tensors that hold what arrived, padding included
-    counts: torch.Tensor  # int64 [2, L], tokens per expert, padding included: once for the caller, and the handle's own
-    dst_rows: torch.Tensor  # int32 [received rows, K]; with flat rows the local expert, or -1
-    rail_experts: torch.Tensor  # int32 [rail rows, K]; anything if there are none
-    rail_rows: int
-    made_on: int  # the stream, see Backend.current_stream
-    has_tables: bool = False  # whether a dispatch that fills the two was launched
-    has_given_counts: bool = False  # whether the caller has taken the counts
-    source_tokens: torch.Tensor | None = None  # int32 [received rows], if asked for: the number at the source
-    addresses: RankTensors | None = None  # of these tensors, once a launch has used them
-    own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
+# Numbers and addresses of one rank's part of a call, by the names of members of the kernels' arguments in
+# csrc/core/args.h and csrc/core/low_latency_args.h. What is left out is 0, or as they say.
+Members = dict[str, int]
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows that the tables and tensors of a rank's dispatch need room for."""
-
-    rows: int  # R, see RankHandle
-    received: int  # tokens that arrive
-    rail: int  # tokens that pass through this rank to others of its node
-
-
-class LastCounts(NamedTuple):
-    """Totals of a rank's previous dispatch, which the next one may expect again."""
+    """Rows of a rank's dispatch, or those that its tables and tensors have room for."""
 
     num_tokens: int  # T
-    expert_rows: int
-    received_rows: int
-    rail_rows: int
-
-
-class CountSettings(NamedTuple):
-    """Settings of an exchange of counts, as the extension takes them."""
-
-    topk: int
-    index_bytes: int
-    expert_alignment: int
-    expert_capacity: int  # 0: none
-    allows_repeats: bool
-
-
-class Totals(Protocol):
-    """What notify tells the host about one rank (`_C.Totals`)."""
-
-    expert_rows: int  # of the expert-grouped output, padding included
-    received_rows: int  # tokens that arrive
-    rail_rows: int  # tokens that pass through this rank to others of its node
-    bad_token: int  # any token of this rank with invalid expert ids, -1: none
+    rows: int  # R, of the tensors that hold what arrived, padding included
+    received: int  # tokens that arrive
+    rail: int  # tokens that pass through this rank to others of its node
 
 
 class HasMemory(Protocol):
@@ -91,7 +43,7 @@ class Part(HasMemory, Protocol):
 class Backend(HasMemory, Protocol):
     """The ranks of a buffer that live in this process.
 
-    Tensors are handed over as `RankTensors`, one per rank: addresses that stay valid until the launch is done.
+    Addresses that are handed over stay valid until the launch is done.
     """
 
     @property
@@ -111,51 +63,27 @@ class Backend(HasMemory, Protocol):
         ...
 
     masks: bool  # whether calls may go on without ranks that have died
-    launches_ahead: bool  # whether there is dispatch_ahead
+    shares_gpu: bool  # with other processes of the buffer
+    launches_ahead: bool  # whether a dispatch may be launched before its counts are known
 
-    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
-        """Exchanges counts and waits for them.
+    @property
+    def group(self) -> _C.Group: ...
 
-        Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
+        """`group.launch` on the current stream. group: this one's, or that of a part.
+
+        Of a rank that gave up before it knew all counts they are 0: ask `aborted`.
         """
         ...
 
-    def dispatch_ahead(
-        self,
-        tensors: list[RankTensors],
-        row: _C.RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        counts: CountSettings,
-    ) -> tuple[Sequence[Totals], bool]:
-        """`exchange_counts`, and a dispatch that is launched before they are known, into tensors of a guessed size.
-
-        Returns whether the guess was right, too: if not nothing was dispatched, and `enqueue_dispatch` has to, `again`.
-        """
+    def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
+        """int64 [2, experts], uninitialised, for what notify writes of a rank of this process: on the CPU if the host
+        waits for it."""
         ...
 
-    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
-        """int64 [2, experts], uninitialised, for what notify writes: on the CPU if the host waits for it."""
+    def taken_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """Returns those for which the host has waited, as a tensor of the caller's."""
         ...
-
-    def enqueue_dispatch(
-        self,
-        tensors: list[RankTensors],
-        row: _C.RowFormat,
-        nvl_batch: int,
-        rdma_chunk: int,
-        counts: CountSettings | None,
-        again: bool = False,
-    ) -> None:
-        """counts: of the exchange to run first; None if the host has waited for it or knows the counts.
-
-        again: after a `dispatch_ahead` that dispatched nothing.
-        """
-        ...
-
-    def enqueue_combine(
-        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
-    ) -> None: ...
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised tensor that is no view, because autograd allows no in-place changes of a view."""

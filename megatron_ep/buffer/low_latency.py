@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
-from megatron_ep.buffer.cuda import CudaBackend
 from megatron_ep.buffer.host import HostBackend
-from megatron_ep.buffer.interface import RankTensors
+from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
+
+SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.Phase.send_and_receive))
 
 HOST_WARPS = 1
 SEEDED_WARPS = 3  # more to interleave
@@ -26,57 +26,6 @@ class Call(Protocol):
     def received(self) -> bool: ...
 
     def give_up(self) -> None: ...  # it can be received no more
-
-
-class LowLatencyRanks(Protocol):
-    """See `interface.Backend`: the same for the halves of low-latency calls.
-
-    Tensors are handed over as `interface.RankTensors`, one per rank.
-    """
-
-    warps: int  # of a rank in a launch
-    memories: list[Any]  # see `interface.HasMemory`
-    network_memory: Any
-
-    def enqueue_dispatch(
-        self,
-        tensors: Sequence[RankTensors],
-        row: _C.RowFormat,
-        options: _C.LowLatencyOptions,
-        launches: _C.LowLatencyLaunches,
-    ) -> None: ...
-
-    def enqueue_combine(
-        self,
-        tensors: Sequence[RankTensors],
-        row: _C.RowFormat,
-        options: _C.LowLatencyOptions,
-        dtype: int,
-        launches: _C.LowLatencyLaunches,
-    ) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def let_go(self) -> None: ...  # see `interface.Part`
-
-
-class HostLowLatencyRanks:
-    """See `LowLatencyRanks`."""
-
-    def __init__(self, backend: HostBackend, heap: _C.LowLatencyHeap, segments: Sequence[_C.Segment], warps: int):
-        self.warps = warps
-        self.memories = list(segments)
-        self.network_memory = None
-        self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.memories, warps=warps)
-        self.enqueue_dispatch = self._group.dispatch
-        self.enqueue_combine = self._group.combine
-
-    def reset(self) -> None:
-        self._group.reset()
-
-    def let_go(self) -> None:
-        del self._group
-        self.memories.clear()
 
 
 class InFlight:
@@ -108,36 +57,30 @@ class InFlight:
         self._calls.clear()
 
 
-class CudaLowLatencyRanks:
-    """See `LowLatencyRanks`: on torch's current stream."""
+class LowLatencyRanks:
+    """Launches the halves of low-latency calls on the ranks of this process."""
 
-    def __init__(self, backend: CudaBackend, connection: LowLatencyConnection, masks: Masks | None):
+    def __init__(self, backend: Backend, connection: LowLatencyConnection, masks: Masks | None):
         self._backend = backend
-        self._group = connection.group
+        self.group: _C.LowLatencyGroup = connection.group
         self._masks = masks  # for as long as there are launches, those in graphs too
         self.memories = connection.memories
         self.network_memory = connection.network_memory
-        self.warps = self._group.warps
+        self.warps = self.group.warps
 
-    def enqueue_dispatch(self, tensors: Sequence[Any], row: Any, options: Any, launches: Any) -> None:
-        for each in self._one_by_one(launches):
-            self._backend.launch(self._group.dispatch, tensors, row, options, each, part=self)
-
-    def enqueue_combine(self, tensors: Sequence[Any], row: Any, options: Any, dtype: int, launches: Any) -> None:
-        for each in self._one_by_one(launches):
-            self._backend.launch(self._group.combine, tensors, row, options, dtype, each, part=self)
-
-    def _one_by_one(self, launches: Any) -> Sequence[Any]:
-        """Processes that share a GPU may keep each other's blocks from it: then no launch may wait for another."""
-        if self._backend.shares_gpu and launches is _C.LowLatencyLaunches.both:
-            return _C.LowLatencyLaunches.send, _C.LowLatencyLaunches.receive
-        return (launches,)
+    def launch(self, call: _C.Call, phase: int, *given: int) -> None:
+        if phase == SEND_AND_RECEIVE and self._backend.shares_gpu:
+            # processes that share a GPU may keep each other's blocks from it: then no launch may wait for another
+            for half in (SEND, RECEIVE):
+                self._backend.launch(self.group, call, half, *given, part=self)
+        else:
+            self._backend.launch(self.group, call, phase, *given, part=self)
 
     def reset(self) -> None:
-        self._group.reset()
+        self.group.reset()
 
     def let_go(self) -> None:
-        del self._group, self._backend
+        del self.group, self._backend
         self.memories.clear()
         self.network_memory = None
 
@@ -181,10 +124,10 @@ def connect(
         heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in group.ranks] if local else None
         segments = anonymous or group.shared_segments(heap.bytes)
-        ranks = HostLowLatencyRanks(backend, heap, segments, warps)
+        made = _C.host_low_latency(group=backend.group, heap=heap, segments=segments, warps=warps)
         group.open_on_network(tolerates_loss=masks is not None)
-        return heap, ranks, masks
-    is_mapped = isinstance(backend.group, _C.CudaGroup)
+        return heap, LowLatencyRanks(backend, LowLatencyConnection(made, list(segments)), masks), masks
+    is_mapped = backend.connection.maps_all_ranks
     lines = is_mapped and masks is None and group.keeps_lines()
     wanted = sizes.LINES_SMS if lines else sizes.DEFAULT_SMS
     # The ranks of this process are launched one after the other, so that each launch may use the SMs of all.
@@ -193,4 +136,4 @@ def connect(
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:
         group.open_on_network(tolerates_loss=masks is not None)
-    return heap, CudaLowLatencyRanks(backend, connection, masks), masks
+    return heap, LowLatencyRanks(backend, connection, masks), masks

@@ -7,12 +7,11 @@ import logging
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import RankTensors
+from megatron_ep.buffer.interface import Members
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +64,16 @@ class Masks:
                     why = f"it waited {waited_ns / 1e9:.3g} s for {_C.name_of_wait(state - WAITED)}"
                 log.warning("rank %d has masked rank %d and goes on without it: %s", rank, other, why)
 
-    def fill(self, tensors: RankTensors, rank: int) -> None:
-        """Adds the addresses of the masks of `rank` to its tensors."""
-        tensors["active"], tensors["shown"] = self.active[rank].data_ptr(), self.shown[rank].data_ptr()
-        tensors["dropped"] = self.dropped[rank].data_ptr()
-
-    def fill_options(self, options: Any) -> None:
-        options.slice_ns, options.silent_slices, options.max_slices = self._slice_ns, BEATS, self._max_slices
+    def members(self, rank: int) -> Members:
+        """Of each call. rank: of this process."""
+        return {
+            "active": self.active[rank].data_ptr(),
+            "shown": self.shown[rank].data_ptr(),
+            "dropped": self.dropped[rank].data_ptr(),
+            "slice_ns": self._slice_ns,
+            "silent_slices": BEATS,
+            "max_slices": self._max_slices,
+        }
 
     def reset(self) -> None:
         self.log_news()

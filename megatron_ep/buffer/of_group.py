@@ -19,11 +19,12 @@ class OfGroup:
     nic: sends failures to ranks of other machines; None: all ranks share memory.
     """
 
-    def __init__(self, group: Any, nic: _C.SoftwareNic | None = None):
+    def __init__(self, group: _C.Group, nic: _C.SoftwareNic | None = None):
         self.group = group
         self._nic = nic
         self.masks = False
         self.launches_ahead = False
+        self.shares_gpu = False  # with other processes of the buffer
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
 

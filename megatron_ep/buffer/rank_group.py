@@ -16,7 +16,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.call_log import CallLog
-from megatron_ep.buffer.interface import Backend, LastCounts
+from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.known_calls import KnownCalls
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
@@ -108,7 +108,7 @@ class RankGroup(OfOneProcess):
     number: int  # identifies this buffer in this process to operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
-    last_counts: LastCounts | None = None  # of the last dispatch for whose counts the host has waited
+    last_counts: RowCounts | None = None  # of the last dispatch for whose counts the host has waited
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None

@@ -12,7 +12,7 @@ from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.config import MAX_NODE_RANKS, MAX_ROWS, MAX_TOPK, Config, Topology, require_int
 from megatron_ep.fabrics.nvshmem import queue_pairs
-from megatron_ep.normal.launches import arrivals_of, sum_bytes_of
+from megatron_ep.normal.plan import arrivals_of, sum_bytes_of
 from megatron_ep.normal.row_counts import max_rail_rows
 
 BF16_BYTES = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ import torch
 
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
-from megatron_ep.buffer.interface import RankHandle
 from megatron_ep.buffer.known_calls import looks_of
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.normal import api, launches
-from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_limit import RowLimit
 
 MAX_BIASES = 2
@@ -71,14 +69,12 @@ class Routes:
     @property
     def source_tokens(self) -> torch.Tensor:
         """int32 [tokens received], number of each token at its source. A tensor of the handle, not a copy."""
-        tokens = self.rank.source_tokens
-        assert tokens is not None
-        return tokens
+        return self.rank.source_tokens
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
         """int64 [L], rows of each local expert, rounded up to the alignment of the dispatch."""
-        return self.rank.counts[1]
+        return self.rank.tokens_per_expert[1]
 
     @functools.cached_property
     def rows_per_rank(self) -> torch.Tensor:
@@ -118,11 +114,10 @@ class Routes:
         if is_flat == self.handle.is_flat:
             return self
         if is_flat:
-            rank = dataclasses.replace(self.rank, rows=len(self.rank.dst_rows), addresses=None)
+            rank = self.rank.relaid(len(self.rank.dst_rows))
         else:
-            dst_rows, rows = torch.empty_like(self.rank.dst_rows), int(self.expert_starts[-1])
-            rank = dataclasses.replace(self.rank, rows=rows, dst_rows=dst_rows, has_tables=False, addresses=None)
-        handle = dataclasses.replace(self.handle, ranks=[rank], is_flat=is_flat)
+            rank = self.rank.relaid(int(self.expert_starts[-1]), torch.empty_like(self.rank.dst_rows))
+        handle = Handle(self.group, self.handle.topk, [rank], is_flat=is_flat)
         handle.made_after_resets = self.handle.made_after_resets
         routes = Routes(handle, self.ids)
         routes.__dict__["local_ids"] = self.local_ids
@@ -191,8 +186,8 @@ def dispatch_rows(
                 f"num_max_tokens_per_rank is {max_tokens}, must be fewer: they may become {num_rows} rows of a rank, "
                 f"which are at most {MAX_ROWS}"
             )
-        request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
-        handle = Handle(group, ids.shape[1], [], request, is_flat=is_flat)
+        request = CountRequest(alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
+        handle = Handle(group, ids.shape[1], [], request, [ids], is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
         if limit is not None:
             over = limit.note(group, launches.overflow_of(handle)[0])

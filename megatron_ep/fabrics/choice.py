@@ -214,7 +214,7 @@ def report() -> dict[str, str]:
     from megatron_ep.fabrics import atomics, gpu
 
     facts = {"p2p": "not built: there was no nvcc"}
-    if hasattr(_C, "CudaGroup"):
+    if hasattr(_C, "cuda_group"):
         foreign = cuda_version.mismatch(_C.build_info()["cuda"])
         facts["p2p"] = foreign or "; ".join(filter(None, ("built", atomics.report())))
     for name, load in NETWORKS.items():
@@ -229,7 +229,7 @@ def report() -> dict[str, str]:
     facts["card of each rank"] = verbs.report_of_ranks(
         [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     )
-    facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "built for the host: there was no nvcc"
+    facts[TCP] = "built, needs nothing else" if hasattr(_C, "queue_group") else "built for the host: there was no nvcc"
     networks = "nvshmem, nccl, ibgda, verbs or else tcp" if nvshmem_env.has_cards() else f"tcp ({nvshmem_env.NO_CARD})"
     facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
     facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"

@@ -69,6 +69,10 @@ class Connection:
     report: Any = None
     reason: str = ""
 
+    @property
+    def maps_all_ranks(self) -> bool:
+        return self.network is None and self.network_memory is None
+
 
 @dataclass
 class LowLatencyConnection:

@@ -35,7 +35,7 @@ def check_device(device: str | torch.device) -> torch.device:
         return wanted
     if wanted.type != "cuda":
         raise ValueError(f"device is {device!r}, must be 'cpu' or 'cuda'")
-    if not hasattr(_C, "CudaGroup"):
+    if not hasattr(_C, "cuda_group"):
         raise ValueError(
             f"device is {device!r}, but megatron_ep was built without the CUDA backend: install the wheel "
             f"+cu{cuda_version.major()}, or build it with nvcc"

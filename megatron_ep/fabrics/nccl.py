@@ -15,7 +15,7 @@ from megatron_ep.fabrics.library import over_library
 
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:
     memory, found = _memory(rank, heap, begin)
-    group = choice.load_nccl().NcclGroup
+    group = choice.load_nccl().group
     # The group clears the signals of an earlier buffer, and waits for that as long as a launch waits.
     seconds = rank.config.timeout_seconds
     return rank.rendezvous.agree(lambda: over_library(rank, heap, group, memory, found), seconds)
@@ -23,7 +23,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connecti
 
 def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyConnection:
     memory, _ = _memory(rank, heap, gpu.prepare_to_allocate)
-    launches = choice.load_nccl().NcclLowLatency
+    launches = choice.load_nccl().low_latency
     # This clears the signals of an earlier heap, as in `connect`.
     made = rank.rendezvous.agree(
         lambda: launches(group=connection.group, heap=heap, memory=memory, blocks=rank.blocks),

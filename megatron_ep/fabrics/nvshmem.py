@@ -44,7 +44,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connecti
     def take() -> Connection:
         memory = _memory(rank, spares, unique_id, heap.bytes)
         fence, found = nvshmem_env.judge(memory.transport(heap=heap))
-        group = functools.partial(nvshmem.NvshmemGroup, fence=fence)
+        group = functools.partial(nvshmem.group, fence=fence)
         return over_library(rank, heap, group, memory, found)
 
     return rendezvous.agree(take, _limit(rank))
@@ -64,7 +64,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
     def take() -> LowLatencyConnection:
         unique_id, _, _ = nvshmem.initialised_for()
         memory = _memory(rank, spares, unique_id, heap.bytes)
-        group = nvshmem.NvshmemLowLatency(group=connection.group, heap=heap, memory=memory, blocks=rank.blocks)
+        group = nvshmem.low_latency(group=connection.group, heap=heap, memory=memory, blocks=rank.blocks)
         return LowLatencyConnection(group, network_memory=memory)
 
     return rank.rendezvous.agree(take, _limit(rank))

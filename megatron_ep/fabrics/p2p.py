@@ -44,7 +44,7 @@ def over(
     config: Config,
 ) -> Connection:
     """Connects the ranks of this process. memories: memory of each rank of the buffer."""
-    group = _C.CudaGroup(
+    group = _C.cuda_group(
         heap=heap,
         ranks=list(ranks),
         memories=memories,
@@ -64,5 +64,5 @@ def _own_memories(count: int, size: int, device: torch.device) -> list[_C.Device
 def _low_latency(
     memories: list[Any], heap: _C.LowLatencyHeap, blocks: int, connection: Connection
 ) -> LowLatencyConnection:
-    group = _C.CudaLowLatency(group=connection.group, heap=heap, memories=memories, blocks=blocks)
+    group = _C.cuda_low_latency(group=connection.group, heap=heap, memories=memories, blocks=blocks)
     return LowLatencyConnection(group, memories)

@@ -33,7 +33,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in rank.machines]
         cards = verbs.cards_for(fabric, rank.rank, rank.machines, gpus=rank.pcis)
         nic = _C.nic_of_gpu(rank=rank.rank, report=report, mirrors=mirrors, cards=cards)
-        group = _C.QueueGroup(
+        group = _C.queue_group(
             heap=heap,
             rank=rank.rank,
             network=_C.QueueHeap(nic=nic, report=report, heap=heap, rank=rank.rank, device=index),
@@ -67,7 +67,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
             nic=network.nic, report=connection.report, heap=heap, rank=rank.rank, device=rank.device.index
         )
         own_node = [memories[peer] for peer in node]
-        group = _C.QueueLowLatency(
+        group = _C.queue_low_latency(
             group=connection.group, heap=heap, network=queues, memories=own_node, blocks=rank.blocks
         )
         return LowLatencyConnection(group, memories)

@@ -184,5 +184,5 @@ def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[t
 def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Sums tensors of a dispatch's rows at their tokens; values of rows return as [T, K]."""
     values = tensors[len(handle.ranks)] if len(tensors) > len(handle.ranks) else None
-    plan = handle.calls.plan_combine(handle.topk, tensors[0], values, sum_at_expert=False, renormalize=False)
+    plan = handle.calls.plan_combine(handle, tensors[0], values, sum_at_expert=False, renormalize=False)
     return CombineFunction.apply(handle.in_backward(), CombineArguments(plan), None, *tensors)

@@ -6,22 +6,30 @@ calls the hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import Backend, RankTensors
-from megatron_ep.buffer.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.buffer.interface import Backend, Members
+from megatron_ep.buffer.low_latency import RECEIVE, SEND, SEND_AND_RECEIVE, Call, InFlight, LowLatencyRanks
 from megatron_ep.buffer.low_latency_mask import Masks
-from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
 
-Launch = Callable[..., None]  # of arguments, the last of which is the launches
+# What each launch gives, of one rank after the other: members of csrc/core/low_latency_args.h.
+DISPATCH_GIVEN = (
+    *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
+    *("recv_rows", "recv_wait_ns", "required"),
+)
+COMBINE_GIVEN = (
+    *("layout", "call", "x", "values", "row_weights", "token_weights", "y", "y_values"),
+    *("recv_wait_ns", "required"),
+)
 
 
 class Pending:
@@ -33,14 +41,14 @@ class Pending:
     def __init__(
         self,
         calls: LowLatencyCalls,
-        launch: Launch,
-        arguments: tuple[Any, ...],
+        call: _C.Call,
+        given: Sequence[int],
         tensors: Sequence[torch.Tensor],
         stream: int,
     ):
         # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
         # them freed at any moment, while a CUDA graph is captured for one.
-        self._rest: tuple[Any, ...] | None = (calls, launch, arguments, tensors, stream)
+        self._rest: tuple[Any, ...] | None = (calls, call, given, tensors, stream)
         self._given_up = False
 
     @property
@@ -55,11 +63,11 @@ class Pending:
             )
         if self._rest is None:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        calls, launch, arguments, tensors, made_on = self._rest
+        calls, call, given, tensors, made_on = self._rest
         with calls.group.abort_peers_on_error():
             calls.group.check_usable()
             calls.backend.keep_for_launch(tensors, made_on)
-            launch(*arguments, _C.LowLatencyLaunches.receive)
+            calls.ranks.launch(call, RECEIVE, *given)
             self._rest = None
             calls.log_masks()
             calls.group.raise_if_aborted()
@@ -157,28 +165,30 @@ class LowLatencyCalls:
         hidden, dtype = x[0].shape[1], x[0].dtype
         local_experts = self.group.num_local_experts
         shape = (local_experts, rows // local_experts) if masked else (rows,)
-        options = self._options()
-        options.index_bytes = index_bytes
-        options.expert_alignment = expert_alignment
-        options.expert_rows = shape[-1] if masked else 0
+        members = {
+            "index_bytes": index_bytes,
+            "expert_alignment": expert_alignment,
+            "expert_rows": shape[-1] if masked else 0,
+        }
         if float8 is not None:
             dtype = torch.float8_e4m3fn
-            options.quantize = getattr(_C.ScaleFormat, float8.scale_format or "none")
-            options.scale_column = aligned_column(shape[-1]) if float8.column else 0
+            members["quantize"] = int(getattr(_C.ScaleFormat, float8.scale_format or "none"))
+            members["scale_column"] = aligned_column(shape[-1]) if float8.column else 0
         weight_bytes = 0 if weights is None else weights[0].element_size()
+        row = row_format(topk, hidden, dtype, float8.scale_dtype if float8 else None, weight_bytes)
+        num_tokens = tuple(part.shape[0] for part in x)
         return DispatchPlan(
             topk=topk,
             masked=masked,
             expert_alignment=expert_alignment,
-            num_tokens=tuple(part.shape[0] for part in x),
+            num_tokens=num_tokens,
             rows=rows,
             shape=shape,
             hidden=hidden,
             dtype=dtype,
             float8=float8,
             offsets=self.offsets(topk),
-            format=row_format(topk, hidden, dtype, float8.scale_dtype if float8 else None, weight_bytes),
-            options=options,
+            call=self.ranks.group.dispatch(row, self._members(num_tokens, rows, members), DISPATCH_GIVEN),
         )
 
     def launch_dispatch(
@@ -199,37 +209,54 @@ class LowLatencyCalls:
         out: list[torch.Tensor] = []
         out_weights: list[torch.Tensor] = []
         out_scales: list[torch.Tensor] = []
-        tensors = []
+        counters, addresses = given.counters or {}, list[int]()
         for i, rank in enumerate(handle.ranks):
             out.append(new_tensor((*plan.shape, plan.hidden), plan.dtype, backend, zero=zero))
-            t = self._tensors(handle, i, x[i], out[i], rank.layout.data_ptr() + 4 * plan.offsets["dispatch_call"])
-            t["topk_idx"] = given.ids[i].data_ptr()
             if weights is not None:
                 out_weights.append(new_tensor(plan.shape, weights[i].dtype, backend, zero=zero))
-                t["weights"], t["out_weights"] = weights[i].data_ptr(), out_weights[i].data_ptr()
             if plan.float8 is not None:
                 out_scales.append(plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero))
-                t["out_scales"] = out_scales[i].data_ptr()
-                if given.scales is not None:
-                    t["scales"] = given.scales[i].data_ptr()
-            tensors.append(t)
-        if given.counters is not None:
-            _count(given.counters, tensors)
+            layout = rank.layout.data_ptr()
+            addresses += (
+                layout,
+                layout + 4 * plan.offsets["dispatch_call"],
+                given.ids[i].data_ptr(),
+                x[i].data_ptr(),
+                _address(given.scales, i),
+                _address(weights, i),
+                out[i].data_ptr(),
+                _address(out_scales, i),
+                _address(out_weights, i),
+                _address(counters.get("recv_rows"), i),
+                _address(counters.get("recv_wait_ns"), i),
+                self._required(handle, i),
+            )
         used = (x, given.ids, weights, given.scales, out, out_weights, out_scales)
-        arguments = (tensors, plan.format, plan.options)
-        handle.call = self._send(
-            "dispatch", self.ranks.enqueue_dispatch, arguments, handle, used, given.counters, pending
-        )
+        handle.call = self._send("dispatch", plan.call, addresses, handle, used, given.counters, pending)
         return out, out_weights, out_scales
 
     def plan_combine(
-        self, topk: int, x: torch.Tensor, values: torch.Tensor | None, *, sum_at_expert: bool, renormalize: bool
+        self,
+        handle: LowLatencyHandle,
+        x: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        sum_at_expert: bool,
+        renormalize: bool,
     ) -> CombinePlan:
-        """Returns the plan of a combine with tensors such as these of one rank, for a dispatch with this K."""
-        options = self._options()
-        options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
-        row = row_format(topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
-        return CombinePlan(sum_at_expert, row, options, PAYLOAD_TYPES[x.dtype])
+        """Returns the plan of a combine with tensors such as these of one rank, for a dispatch with such a handle."""
+        plan = handle.plan
+        row = row_format(plan.topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
+        members: Members = {"sum_at_expert": sum_at_expert, "renormalize": renormalize}
+        of_ranks = self._members(plan.num_tokens, plan.rows, members)
+        return CombinePlan(sum_at_expert, self.ranks.group.combine(row, of_ranks, COMBINE_GIVEN))
+
+    def _members(self, num_tokens: Sequence[int], rows: int, members: Members) -> list[Members]:
+        """Of each rank: what these have, what all have, and its masks."""
+        return [
+            members | {"num_tokens": tokens, "max_rows": rows} | (self.masks.members(i) if self.masks else {})
+            for i, tokens in enumerate(num_tokens)
+        ]
 
     def launch_combine(
         self,
@@ -251,60 +278,49 @@ class LowLatencyCalls:
         y: list[torch.Tensor] = []
         y_values: list[torch.Tensor] = []
         calls: list[torch.Tensor] = []
-        tensors = []
+        wait_ns, addresses = (given.counters or {}).get("recv_wait_ns"), list[int]()
         for i, rank in enumerate(handle.ranks):
             backend.keep_for_launch((rank.layout,), rank.made_on)
             shape = (rank.num_tokens, x[i].shape[-1])
             y.append(backend.new_output(shape, x[i].dtype) if out is None else out[i])
+            if values is not None:
+                y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
+            layout = rank.layout.data_ptr()
             if pending is None:
-                call = rank.layout.data_ptr() + 4 * handle.plan.offsets["combine_call"]
+                call = layout + 4 * handle.plan.offsets["combine_call"]
             else:  # two of the same dispatch may be under way
                 calls.append(torch.empty(1, dtype=torch.int64, device=self.group.device))
                 call = calls[i].data_ptr()
-            t = self._tensors(handle, i, x[i], y[i], call)
-            if values is not None:
-                y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
-                t["weights"], t["out_weights"] = values[i].data_ptr(), y_values[i].data_ptr()
-            if weights is not None:
-                t["row_weights" if plan.sum_at_expert else "token_weights"] = weights[i].data_ptr()
-            tensors.append(t)
-        if given.counters is not None:
-            _count(given.counters, tensors)
+            factors = _address(weights, i)
+            addresses += (
+                layout,
+                call,
+                x[i].data_ptr(),
+                _address(values, i),
+                factors if plan.sum_at_expert else 0,
+                0 if plan.sum_at_expert else factors,
+                y[i].data_ptr(),
+                _address(y_values, i),
+                _address(wait_ns, i),
+                self._required(handle, i),
+            )
         used = (x, values, weights, y, y_values, calls)
-        arguments = (tensors, plan.format, plan.options, plan.dtype)
-        self._send("combine", self.ranks.enqueue_combine, arguments, handle, used, given.counters, pending)
+        self._send("combine", plan.call, addresses, handle, used, given.counters, pending)
         return y, y_values
 
-    def _options(self) -> Any:
-        options = _C.LowLatencyOptions()
-        if self.masks is not None:
-            self.masks.fill_options(options)
-        return options
-
-    def _tensors(self, handle: LowLatencyHandle, i: int, x: torch.Tensor, out: torch.Tensor, call: int) -> RankTensors:
-        """call: the address of its number."""
-        rank = handle.ranks[i]
-        t = {
-            "layout": rank.layout.data_ptr(),
-            "call": call,
-            "num_tokens": rank.num_tokens,
-            "max_rows": rank.rows,
-            "x": x.data_ptr(),
-            "out": out.data_ptr(),
-        }
-        if self.masks is not None:
-            self.masks.fill(t, i)
-            if handle.forward is not None:
-                forward = handle.forward.ranks[i]
-                self.backend.keep_for_launch([forward.layout], forward.made_on)
-                t["required"] = handle.active(forward).data_ptr()
-        return t
+    def _required(self, handle: LowLatencyHandle, i: int) -> int:
+        """The address of the ranks that must not have been masked since, in a backward pass with masks."""
+        if self.masks is None or handle.forward is None:
+            return 0
+        forward = handle.forward.ranks[i]
+        self.backend.keep_for_launch([forward.layout], forward.made_on)
+        return handle.active(forward).data_ptr()
 
     def _send(
         self,
         kind: str,
-        launch: Launch,
-        arguments: tuple[Any, ...],
+        launch: _C.Call,
+        given: Sequence[int],
         handle: LowLatencyHandle,
         tensors: Sequence[Sequence[torch.Tensor] | None],
         counters: Counters | None,
@@ -315,13 +331,13 @@ class LowLatencyCalls:
         in_flight.check()
         call: Call = RECEIVED
         if pending is None:
-            launch(*arguments, _C.LowLatencyLaunches.both)
+            self.ranks.launch(launch, SEND_AND_RECEIVE, *given)
         else:
             used = [rank.layout for rank in handle.ranks]
             for part in (*tensors, *(counters or {}).values()):
                 used += part or ()
-            call = Pending(self, launch, arguments, used, self.backend.current_stream())
-            launch(*arguments, _C.LowLatencyLaunches.send)
+            call = Pending(self, launch, given, used, self.backend.current_stream())
+            self.ranks.launch(launch, SEND, *given)
             pending.append(call)
         self.log_masks()
         self.group.raise_if_aborted()
@@ -329,7 +345,5 @@ class LowLatencyCalls:
         return call
 
 
-def _count(counters: Counters, of_ranks: Sequence[RankTensors]) -> None:
-    for name, tensors in counters.items():
-        for t, tensor in zip(of_ranks, tensors, strict=True):
-            t[name] = tensor.data_ptr()
+def _address(tensors: Sequence[torch.Tensor] | None, i: int) -> int:
+    return tensors[i].data_ptr() if tensors else 0

@@ -202,9 +202,7 @@ class Checks:
         if out is not None:
             self._check_out(as_list("out", out, group), xs, handle)
         self._check_counters(recv_wait_ns=recv_wait_ns)
-        return self._calls.plan_combine(
-            handle.topk, xs[0], None, sum_at_expert=sum_at == "expert", renormalize=renormalize
-        )
+        return self._calls.plan_combine(handle, xs[0], None, sum_at_expert=sum_at == "expert", renormalize=renormalize)
 
     def _check_counters(self, **tensors: Tensors | None) -> None:
         world = self._group.topology.world_size

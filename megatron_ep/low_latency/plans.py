@@ -36,8 +36,7 @@ class DispatchPlan:
     dtype: torch.dtype
     float8: Float8 | None
     offsets: Mapping[str, int]
-    format: _C.RowFormat
-    options: _C.LowLatencyOptions
+    call: _C.Call
 
     @functools.cached_property
     def looks(self) -> tuple[object, ...]:
@@ -47,12 +46,10 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class CombinePlan:
-    """Everything about a combine except tensor addresses. dtype: of x, as the extension numbers it."""
+    """Everything about a combine except tensor addresses."""
 
     sum_at_expert: bool
-    format: _C.RowFormat
-    options: _C.LowLatencyOptions
-    dtype: int
+    call: _C.Call
 
 
 class DispatchArguments(NamedTuple):

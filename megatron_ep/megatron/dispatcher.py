@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 import megatron_ep as ep
 from megatron_ep.buffer.any_buffer import rank_group_of
-from megatron_ep.buffer.interface import LastCounts
+from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.config import MAX_TOPK
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
@@ -120,7 +120,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._handle: ep.Handle | LowLatencyHandle | None = None
         self._low_latency: ep.LowLatency | None = None
         self._row_probs: torch.Tensor | None = None
-        self._last_counts: LastCounts | None = None
+        self._last_counts: RowCounts | None = None
         self._comm_manager = StepState(
             self.options.moe_expert_rank_capacity_factor, router_topk=config.moe_router_topk * self.tp_size
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,25 +63,10 @@ class Replays:
 
 def unread_combine(x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | None) -> torch.Tensor:
     """As `megatron_ep.combine`, whose backward pass it has, without the sums: [T, H] of zeros."""
+
+    def nothing(rows: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor]:
+        return (rows.new_zeros(()).expand(handle.ranks[0].num_tokens, rows.shape[1]),)
+
     if weights is None:
-        return _Unread.apply(handle, 1, x)[0]
-    return _UnreadWeighted.apply(handle, 1, x, weights)[0]
-
-
-def _nothing(handle: ep.Handle, x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x.new_zeros(()).expand(handle.ranks[0].num_tokens, x.shape[1]),)
-
-
-class _Unread(CombineFunction):
-    @staticmethod
-    def forward(ctx: Any, handle: ep.Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        return _nothing(handle, tensors[0])
-
-
-class _UnreadWeighted(WeightedCombineFunction):
-    @staticmethod
-    def forward(ctx: Any, handle: ep.Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        ctx.save_for_backward(*tensors)
-        return _nothing(handle, tensors[0])
+        return CombineFunction.apply(handle, 1, nothing, x)[0]
+    return WeightedCombineFunction.apply(handle, 1, nothing, x, weights)[0]

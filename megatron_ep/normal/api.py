@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ep import float8
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.buffer.known_calls import looks_of
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
 from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.normal import autograd, launches, operators
-from megatron_ep.normal.handle import CountsToAskFor, Handle, shapes_of
+from megatron_ep.normal import plan as plans
+from megatron_ep.normal.handle import CountRequest, Handle, shapes_of
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -70,8 +71,6 @@ class _ReceivedLater(Received):
     def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
         """known: fields passed by `dataclasses.replace`; they are not read from the handle."""
         self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
-        if handle.is_flat:
-            self.topk_idx = self._of_handle([rank.dst_rows for rank in handle.ranks])
         if known:
             self.__dict__.update(known)
 
@@ -85,6 +84,10 @@ class _ReceivedLater(Received):
     @functools.cached_property
     def overflow(self) -> Any:
         return self._of_handle(launches.overflow_of(self.handle))
+
+    @functools.cached_property
+    def topk_idx(self) -> Any:
+        return self._of_handle([rank.dst_rows for rank in self.handle.ranks]) if self.handle.is_flat else None
 
 
 _ReceivedLater.__name__ = _ReceivedLater.__qualname__ = "Received"  # the name that users see
@@ -140,7 +143,16 @@ def dispatch(
     EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
     only pass through this rank.
     """
-    group, is_traced = _group_of(buffer, handle), torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_compiling()
+    settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
+    signature = None
+    if not is_traced and forward_dtype is None:
+        signature = plans.dispatch_signature(handle, x, topk_idx, topk_weights, scales, *settings)
+        if signature is not None:
+            received = _dispatch_by_plan(signature, buffer, handle, x, topk_idx, topk_weights, scales, layout)
+            if received is not None:
+                return received
+    group = _group_of(buffer, handle)
     if handle is None and not is_traced:  # the operator does
         launches.check_capture(group, max_recv_tokens)
     with group.abort_peers_on_error():
@@ -148,17 +160,8 @@ def dispatch(
             group.check_usable()
         if handle is not None and handle.group is not group:
             raise ValueError("handle belongs to another buffer than the one given")
-        tensors = (x, topk_idx, topk_weights, scales)
-        settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
-        how = (*settings, handle and handle.looks)
-        looks = None if is_traced else looks_of(how, *tensors)
-        is_as_taken = None if looks is None else group.known_calls.get(looks)
-        if not is_as_taken:
-            tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
-            if is_as_taken is None:
-                _check_dispatch(group, handle, *tensors, *settings, is_traced)
-                if looks is not None:
-                    group.known_calls.add(looks, looks == looks_of(how, *tensors))
+        tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
+        _check_dispatch(group, handle, *tensors, *settings, is_traced)
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
@@ -167,11 +170,15 @@ def dispatch(
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
             topk = ids[0].shape[1] if handle is None else handle.topk
-            launches.format_of(group, topk, xs[0], None, weights)  # checks the rows of the backward pass
+            beside = None if weights is None else weights[0]
+            plans.format_of(group, topk, xs[0], None, beside)  # checks the rows of the backward pass
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
-            request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-            handle = Handle(group, ids[0].shape[1], [], request, is_flat=layout == "flat")
+            request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
+            handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat")
+        if signature is not None and tensors[2] is topk_weights and launches.plans_calls(group):
+            one = (xs[0], row_scales and row_scales[0], weights and weights[0])
+            group.known_calls.add(signature, plans.dispatch_plan(handle, *one, clears_end=needs_gradient))
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
@@ -183,10 +190,43 @@ def dispatch(
     elif is_traced:
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
-        out = autograd.DispatchFunction.apply(handle, n, row_scales, *xs, *(weights or ()))
+        out = autograd.DispatchFunction.apply(handle, n, autograd.sends(handle, n, row_scales), *xs, *(weights or ()))
     probs = list(out[n : 2 * n]) if weights is not None else None
     out_scales = list(out[-n:]) if row_scales is not None else None
     return _received_of(group, handle, list(out[:n]), out_scales, probs, is_traced=is_traced)
+
+
+def _dispatch_by_plan(
+    signature: tuple[Any, ...],
+    buffer: AnyBuffer | None,
+    handle: Handle | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    scales: Any,
+    layout: str,
+) -> Received | None:
+    """None: there is no plan, or something is not as it mostly is."""
+    if buffer is not None and not isinstance(buffer, AnyBuffer):
+        return None
+    group = buffer._group if buffer is not None else handle.group if isinstance(handle, Handle) else None
+    if group is None or (handle is not None and handle.group is not group):
+        return None
+    plan: plans.DispatchPlan | None = group.known_calls.get(signature)
+    backend = group._backend
+    if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
+        return None
+    if handle is None:
+        handle = Handle(group, plan.topk, [], is_flat=layout == "flat")
+    tensors = (x,) if topk_weights is None else (x, topk_weights)
+    if signature[0][4]:
+        out = autograd.DispatchFunction.apply(
+            handle, 1, functools.partial(plan.tensors, handle, topk_idx, scales), *tensors
+        )
+    else:
+        out = plan.tensors(handle, topk_idx, scales, *tensors)
+    probs = None if topk_weights is None else out[1]
+    return _ReceivedLater(out[0], None if scales is None else out[-1], probs, handle=handle)
 
 
 def _received_of(
@@ -235,28 +275,37 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     if not isinstance(handle, Handle):
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
     group, is_traced = handle.group, torch.compiler.is_compiling()
+    signature = None if is_traced else plans.combine_signature(handle, x, weights)
+    if signature is not None:
+        plan: plans.CombinePlan | None = group.known_calls.get(signature)
+        backend = group._backend
+        if plan is not None and backend is not None and backend.aborted() is None:
+            tensors = (x,) if weights is None else (x, weights)
+            if not signature[0]:
+                return plan.tensors(handle, *tensors)[0]
+            function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
+            return function.apply(handle, 1, functools.partial(plan.tensors, handle), *tensors)[0]
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
-        looks = None if is_traced else looks_of((handle.looks,), x, weights)
-        is_as_taken = None if looks is None else group.known_calls.get(looks)
-        if not is_as_taken:
-            x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
-            if is_as_taken is None:
-                _check_combine(group, handle, x, weights, is_traced)
-                if looks is not None:
-                    group.known_calls.add(looks, looks == looks_of((handle.looks,), x, weights))
+        given = weights
+        x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
+        _check_combine(group, handle, x, weights, is_traced)
         xs, row_weights = listed(x, group), listed(weights, group)
+        if signature is not None and weights is given and launches.plans_calls(group):
+            plan = plans.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
+            group.known_calls.add(signature, plan)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
             return sums if group.takes_lists else sums[0]
     out: Sequence[torch.Tensor]
+    n = len(group.ranks)
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)
-    elif row_weights is None:
-        out = autograd.CombineFunction.apply(handle, len(group.ranks), *xs)
     else:
-        out = autograd.WeightedCombineFunction.apply(handle, len(group.ranks), *xs, *row_weights)
+        function = autograd.CombineFunction if row_weights is None else autograd.WeightedCombineFunction
+        run = autograd.sums(handle, n, is_weighted=row_weights is not None)
+        out = function.apply(handle, n, run, *xs, *(row_weights or ()))
     return list(out) if group.takes_lists else out[0]
 
 
@@ -371,6 +420,8 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
         if tensor.device != group.device:
             raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
+        if not is_traced and isinstance(tensor, FakeTensor):
+            raise ValueError(f"{name} is a fake tensor, must have memory")
         if not is_traced and (tensor.is_neg() or tensor.is_conj()):
             raise ValueError(f"{name} is a view that negates or conjugates lazily, must be resolved: resolve_neg()")
         if not tensor.is_contiguous():

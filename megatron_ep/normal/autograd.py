@@ -5,7 +5,7 @@ Tensors are the rows of each rank of this process, followed by the weights of ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.autograd import Function
 from megatron_ep import float8
 from megatron_ep.normal import launches
 from megatron_ep.normal.handle import Handle
+
+Run = Callable[..., tuple[torch.Tensor, ...]]  # launches a call of tensors
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,54 +46,77 @@ def need_gradient(*lists: Sequence[torch.Tensor] | None) -> bool:
 
 def differentiable_dispatch(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Applies `DispatchFunction` if a gradient is needed; otherwise calls directly, which is faster in torch."""
-    return (DispatchFunction.apply if need_gradient(tensors) else _dispatch)(handle, num_ranks, None, *tensors)
+    run = sends(handle, num_ranks, None)
+    return DispatchFunction.apply(handle, num_ranks, run, *tensors) if need_gradient(tensors) else run(*tensors)
 
 
 def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Applies `CombineFunction` if a gradient is needed; otherwise calls directly."""
-    return (CombineFunction.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
+    run = sums(handle, num_ranks)
+    return CombineFunction.apply(handle, num_ranks, run, *tensors) if need_gradient(tensors) else run(*tensors)
 
 
-def _dispatch(
-    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    x, weights = tensors[:num_ranks], tensors[num_ranks:]
-    with handle.group.abort_peers_on_error():
-        out, out_scales, out_weights = launches.launch_dispatch(handle, x, scales, weights or None, clears_end=True)
-    return (*out, *(out_weights or ()), *(out_scales or ()))
+def sends(handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None) -> Run:
+    """A dispatch of (x, weights) per rank to (rows, probs, scales) per rank."""
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weights = tensors[:num_ranks], tensors[num_ranks:]
+        with handle.group.abort_peers_on_error():
+            out, out_scales, out_weights = launches.launch_dispatch(handle, x, scales, weights or None, clears_end=True)
+        return (*out, *(out_weights or ()), *(out_scales or ()))
+
+    return run
 
 
-def _combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    with handle.group.abort_peers_on_error():
-        out, out_weights = launches.launch_combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
-    return (*out, *(out_weights or ()))
+def sums(handle: Handle, num_ranks: int, *, is_weighted: bool = False) -> Run:
+    """A combine of (rows, weights) per rank: these travel, or multiply the rows."""
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weights = tensors[:num_ranks], tensors[num_ranks:] or None
+        beside, row_weights = (None, weights) if is_weighted else (weights, None)
+        with handle.group.abort_peers_on_error():
+            out, out_weights = launches.launch_combine(handle, x, beside, row_weights)
+        return (*out, *(out_weights or ()))
+
+    return run
 
 
 class DispatchFunction(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Handle,
-        num_ranks: int,
-        scales: list[torch.Tensor] | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, tensors[0].dtype == torch.float8_e4m3fn
-        out = _dispatch(handle, num_ranks, scales, *tensors)
-        without_gradient = out[:num_ranks] if ctx.is_float8 else ()
-        ctx.mark_non_differentiable(*without_gradient, *(out[-num_ranks:] if scales else ()))  # the last call counts
+    def forward(ctx: Any, handle: Handle, num_ranks: int, run: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.handle, ctx.num_ranks, ctx.row = handle, num_ranks, (tensors[0].shape[1], tensors[0].dtype)
+        ctx.weight_dtype = tensors[-1].dtype
+        ctx.set_materialize_grads(False)
+        out = run(*tensors)
+        if tensors[0].dtype == torch.float8_e4m3fn:
+            ctx.mark_non_differentiable(*out[:num_ranks], *out[len(tensors) :])
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n = ctx.num_ranks
-        has_weights = len(ctx.needs_input_grad) > 3 + n
-        grads = grads[: 2 * n if has_weights else n]
-        with ctx.handle.group.abort_peers_on_error("dispatch"):
-            if ctx.is_float8:
-                grads = (*map(empty_rows, grads[:n]), *grads[n:])
-            back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
-        return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        n, handle, (hidden, dtype) = ctx.num_ranks, ctx.handle, ctx.row
+        is_float8 = dtype == torch.float8_e4m3fn
+        # Whether weights get a gradient is the same on all ranks, unlike whether they take part in the loss.
+        sends_weights = any(ctx.needs_input_grad[3 + n :])
+        with handle.group.abort_peers_on_error("dispatch"):
+            rows, weights = [], []
+            for i, rank in enumerate(handle.ranks):
+                if is_float8:  # rows of float8 get no gradient, and only their weights travel
+                    rows.append(torch.empty(rank.rows, 0, dtype=torch.float32, device=handle.group.device))
+                else:
+                    rows.append(_given(grads[i], (rank.rows, hidden), dtype, handle))
+                if sends_weights:
+                    shape = (rank.rows, handle.topk) if handle.is_flat else (rank.rows,)
+                    weights.append(_given(grads[n + i], shape, ctx.weight_dtype, handle))
+            back = differentiable_combine(handle, n, *rows, *weights)
+        of_x = (None,) * n if is_float8 else back[:n]
+        of_weights = back[n:] or (None,) * (len(ctx.needs_input_grad) - 3 - n)
+        return (None, None, None, *of_x, *of_weights)
+
+
+def _given(grad: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, handle: Handle) -> torch.Tensor:
+    """Zeros for what takes no part in the loss."""
+    return torch.zeros(shape, dtype=dtype, device=handle.group.device) if grad is None else in_memory(grad)
 
 
 class Float8DispatchFunction(Function):
@@ -126,25 +151,23 @@ class Float8DispatchFunction(Function):
 
 class CombineFunction(Function):
     @staticmethod
-    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, handle: Handle, num_ranks: int, run: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
-        return _combine(handle, num_ranks, *tensors)
+        return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.group.abort_peers_on_error("combine"):
             back = differentiable_dispatch(ctx.handle, ctx.num_ranks, *(in_memory(grad) for grad in grads))
-        return (None, None, *back)
+        return (None, None, None, *back)
 
 
 class WeightedCombineFunction(Function):
     @staticmethod
-    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, handle: Handle, num_ranks: int, run: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
-        with handle.group.abort_peers_on_error():
-            out, _ = launches.launch_combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
-        return tuple(out)
+        return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -160,8 +183,8 @@ class WeightedCombineFunction(Function):
             is_row = [(mark != 0).any(dim=1) if handle.is_flat else mark != 0 for mark in back[n:]]
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])
-                if ctx.needs_input_grad[2 + i]:
+                if ctx.needs_input_grad[3 + i]:
                     x_grads[i] = launches.gradient_of_rows(*given)
-                if ctx.needs_input_grad[2 + n + i]:
+                if ctx.needs_input_grad[3 + n + i]:
                     weight_grads[i] = launches.gradient_of_weights(*given)
-        return (None, None, *x_grads, *weight_grads)
+        return (None, None, None, *x_grads, *weight_grads)

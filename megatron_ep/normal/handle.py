@@ -3,31 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.interface import Members, RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.meeting.processes import OfOneProcess
 
 
-@dataclass
-class CountsToAskFor:
-    """Arguments of `megatron_ep.dispatch`. topk_idx: [T, K] a rank; expert_capacity: 0 for none.
+class CountRequest(NamedTuple):
+    """What a dispatch from scratch asks for, besides its ids. expert_capacity: 0 for none.
 
+    has_fixed_sizes: with max_recv_tokens tables have room for the most even where the host knows how much they need;
+        and each is a tensor by itself.
     allows_repeats: whether a token may choose an expert twice, of which it has one row all the same.
     keeps_source_tokens: whether the handle is to know which token of its source each row is.
-    has_fixed_sizes: with max_recv_tokens tables have room for the most even where the host knows how much they need.
     """
 
-    topk_idx: Sequence[torch.Tensor]
     expert_alignment: int
     expert_capacity: int
     max_recv_tokens: int | None
     has_fixed_sizes: bool = False
     allows_repeats: bool = False
     keeps_source_tokens: bool = False
+
+    def members(self, topk_idx: torch.Tensor) -> Members:
+        """Of the launch."""
+        return {
+            "index_bytes": topk_idx.element_size(),
+            "expert_alignment": self.expert_alignment,
+            "expert_capacity": self.expert_capacity,
+            "allows_repeats": self.allows_repeats,
+        }
+
+
+class RankHandle:
+    """One rank's part of a handle: what notify learned, and tables that dispatch fills.
+
+    counts: T; R, rows of the tensors that hold what arrived, padding included; tokens that the tables have room for.
+    layout: int32, as csrc/core/layout.h lays it out.
+    tokens_per_expert: int64 [2, L], padding included: once for the caller, and the handle's own.
+    made_on: the stream, see Backend.current_stream.
+    tables: int32, where those below that are not given begin at the numbers in `starts`.
+    dst_rows: int32 [received, K]; with flat rows the local expert, or -1.
+    rail_experts: int32 [rail, K].
+    source_tokens: int32 [received], if asked for: the number at the source.
+    has_tables: whether a dispatch that fills the tables was launched.
+    own_rows: of a layout that was made by a plan of sequences: rows of this rank that stay here.
+    """
+
+    __slots__ = (
+        "_dst_rows",
+        "_rail_experts",
+        "_source_tokens",
+        "counts",
+        "has_given_counts",
+        "has_tables",
+        "layout",
+        "made_on",
+        "own_rows",
+        "starts",
+        "tables",
+        "tokens_per_expert",
+        "topk",
+    )
+
+    def __init__(
+        self,
+        topk: int,
+        counts: RowCounts,
+        layout: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        made_on: int,
+        tables: torch.Tensor | None = None,
+        starts: tuple[int, int, int | None] = (0, 0, None),
+        dst_rows: torch.Tensor | None = None,
+        rail_experts: torch.Tensor | None = None,
+        source_tokens: torch.Tensor | None = None,
+        has_tables: bool = False,
+        own_rows: int | None = None,
+    ):
+        self.topk, self.counts, self.layout, self.tokens_per_expert = topk, counts, layout, tokens_per_expert
+        self.made_on, self.tables, self.starts = made_on, tables, starts
+        self._dst_rows, self._rail_experts, self._source_tokens = dst_rows, rail_experts, source_tokens
+        self.has_tables, self.own_rows, self.has_given_counts = has_tables, own_rows, False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.counts.num_tokens
+
+    @property
+    def rows(self) -> int:
+        return self.counts.rows
+
+    @property
+    def dst_rows(self) -> torch.Tensor:
+        if self._dst_rows is None:
+            self._dst_rows = self._table(0, self.counts.received).view(-1, self.topk)
+        return self._dst_rows
+
+    @property
+    def rail_experts(self) -> torch.Tensor:
+        if self._rail_experts is None:
+            self._rail_experts = self._table(1, self.counts.rail).view(-1, self.topk)
+        return self._rail_experts
+
+    @property
+    def source_tokens(self) -> torch.Tensor:
+        if self._source_tokens is None:
+            self._source_tokens = self._table(2, self.counts.received, 1)
+        return self._source_tokens
+
+    def _table(self, index: int, rows: int, columns: int | None = None) -> torch.Tensor:
+        start = self.starts[index]
+        assert self.tables is not None and start is not None
+        return self.tables.narrow(0, start, rows * (columns or self.topk))
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the layout, dst_rows, rail_experts and source_tokens; 0 where these were not asked for."""
+        if self.tables is None:
+            source = 0 if self._source_tokens is None else self._source_tokens.data_ptr()
+            return self.layout.data_ptr(), self.dst_rows.data_ptr(), self.rail_experts.data_ptr(), source
+        first, (dst_rows, rail_experts, source_tokens) = self.tables.data_ptr(), self.starts
+        source = 0 if source_tokens is None else first + 4 * source_tokens
+        return self.layout.data_ptr(), first + 4 * dst_rows, first + 4 * rail_experts, source
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that launches use."""
+        tensors = (self.layout, self.tables, self._dst_rows, self._rail_experts, self._source_tokens)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def relaid(self, rows: int, dst_rows: torch.Tensor | None = None) -> RankHandle:
+        """Returns the same layout for so many rows. dst_rows: to be filled; None: those that there are."""
+        return RankHandle(
+            self.topk,
+            self.counts._replace(rows=rows),
+            self.layout,
+            self.tokens_per_expert,
+            self.made_on,
+            dst_rows=self.dst_rows if dst_rows is None else dst_rows,
+            rail_experts=self.rail_experts,
+            source_tokens=self.source_tokens,
+            has_tables=dst_rows is None,
+        )
 
 
 def shapes_of(owner: object, *names: str) -> str:
@@ -41,24 +160,29 @@ def shapes_of(owner: object, *names: str) -> str:
     return f"{type(owner).__name__}({', '.join(said)})"
 
 
-@dataclass(eq=False, repr=False)
 class Handle(OfOneProcess):
     """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
 
     topk: K of the dispatch that made it.
-    ranks: one entry per rank of this process; empty until the dispatch has exchanged counts.
+    ranks: empty until that dispatch has asked for the counts.
+    request, topk_idx: what that dispatch asks for, [T, K] a rank; None once it has.
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 
-    group: RankGroup
-    topk: int
-    ranks: list[RankHandle]
-    to_ask_for: CountsToAskFor | None = None
-    is_flat: bool = False
-    made_after_resets: int = field(init=False)
+    __slots__ = ("group", "is_flat", "made_after_resets", "ranks", "request", "topk", "topk_idx")
 
-    def __post_init__(self) -> None:
-        self.made_after_resets = self.group.resets
+    def __init__(
+        self,
+        group: RankGroup,
+        topk: int,
+        ranks: list[RankHandle],
+        request: CountRequest | None = None,
+        topk_idx: Sequence[torch.Tensor] = (),
+        is_flat: bool = False,
+    ):
+        self.group, self.topk, self.ranks, self.is_flat = group, topk, ranks, is_flat
+        self.request, self.topk_idx = request, topk_idx
+        self.made_after_resets = group.resets
 
     def __repr__(self) -> str:
         sizes = "".join(f", {rank.num_tokens} tokens to {rank.rows} rows" for rank in self.ranks)

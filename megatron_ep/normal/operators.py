@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
 from megatron_ep.normal import autograd, launches
-from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
@@ -45,13 +45,21 @@ def _handle(
     rails: Sequence[Tensor],
 ) -> Handle:
     """counts: those of `RankHandle`, or anything where nobody asks for them."""
+    topk = dst_rows[0].shape[1]
     ranks = [
         RankHandle(
-            num_tokens[i], layouts[i], rows[i], counts[i], dst_rows[i], rails[i], rails[i].shape[0], ANY_STREAM, True
+            topk,
+            RowCounts(num_tokens[i], rows[i], dst_rows[i].shape[0], rails[i].shape[0]),
+            layouts[i],
+            counts[i],
+            ANY_STREAM,
+            dst_rows=dst_rows[i],
+            rail_experts=rails[i],
+            has_tables=True,
         )
         for i in range(len(layouts))
     ]
-    return Handle(group, dst_rows[0].shape[1], ranks)
+    return Handle(group, topk, ranks)
 
 
 # ---- dispatch
@@ -79,23 +87,20 @@ def dispatch_op(
     launches.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
         group.check_usable()
-        request = CountsToAskFor(
-            topk_idx, expert_alignment, expert_capacity, max_recv_tokens or None, has_fixed_sizes=True
-        )
-        handle = Handle(group, topk_idx[0].shape[1], [], request)
+        request = CountRequest(expert_alignment, expert_capacity, max_recv_tokens or None, has_fixed_sizes=True)
+        handle = Handle(group, topk_idx[0].shape[1], [], request, topk_idx)
         out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     ranks = handle.ranks
-    rails = [rank.rail_experts if rank.rail_rows else rank.dst_rows.new_empty(0, handle.topk) for rank in ranks]
     return [
         *out,
         *(out_weights or ()),
         *(out_scales or ()),
-        *(rank.counts for rank in ranks),
+        *(rank.tokens_per_expert for rank in ranks),
         *(rank.layout for rank in ranks),
         *(rank.dst_rows for rank in ranks),
-        *rails,
+        *(rank.rail_experts for rank in ranks),
     ]
 
 
@@ -326,14 +331,14 @@ def traced_dispatch(
     clears_end: bool,
 ) -> tuple[list[Tensor], Handle]:
     """As `autograd.differentiable_dispatch`, and the handle with its tensors."""
-    n, number, request = len(x), handle.group.number, handle.to_ask_for
+    n, number, request = len(x), handle.group.number, handle.request
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
         rows = [rank.rows for rank in handle.ranks]
         return dispatch_again_op(list(x), *beside, *_tables_of(handle), number, rows, clears_end, ""), handle
     out = dispatch_op(
         list(x),
-        list(request.topk_idx),
+        list(handle.topk_idx),
         *beside,
         number,
         request.expert_alignment,
@@ -356,5 +361,4 @@ def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Te
 
 def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     ranks = handle.ranks
-    rails = [rank.rail_experts[: rank.rail_rows] for rank in ranks]
-    return [rank.layout for rank in ranks], [rank.dst_rows for rank in ranks], rails
+    return [rank.layout for rank in ranks], [rank.dst_rows for rank in ranks], [rank.rail_experts for rank in ranks]

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.buffer.interface import CountSettings, LastCounts, RankHandle, RankTensors, RowCounts, Totals
+from megatron_ep import _C
+from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import Topology
 from megatron_ep.normal import expert_ids
-from megatron_ep.normal.handle import CountsToAskFor
+from megatron_ep.normal.handle import CountRequest
 
 # A dispatch that is launched before its counts are known has room for a little more than the last one needed, and is
 # launched again if more than this share of it would stay empty. Not measured against other numbers.
 MORE_ROWS = 1 / 16
 MOST_EMPTY = 1 / 8
 FEW_ROWS = 64  # that do not matter in both cases
-
-
-@dataclass
-class Asked:
-    """The layouts and counts that an exchange of counts writes, a rank each, and what its launch needs."""
-
-    layouts: list[torch.Tensor]
-    counts: list[torch.Tensor]
-    tensors: list[RankTensors]
-    settings: CountSettings
 
 
 def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
@@ -49,47 +39,27 @@ def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_t
     return min(others * max(num_tokens, max_recv_tokens), others * num_tokens + topology.ranks_per_node * arrivals)
 
 
-def prepare(group: RankGroup, request: CountsToAskFor) -> Asked:
-    backend, topk_idx = group.live_backend(), request.topk_idx
-    topk, wait = topk_idx[0].shape[1], request.max_recv_tokens is None
-    layouts, counts, tensors = [], [], []
-    for idx in topk_idx:
-        num_tokens = idx.shape[0]
-        layouts.append(torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32, device=group.device))
-        counts.append(backend.new_counts(group.num_local_experts, wait=wait))
-        tensors.append(
-            {
-                "layout": layouts[-1].data_ptr(),
-                "num_tokens": num_tokens,
-                "topk_idx": idx.data_ptr(),
-                "tokens_per_expert": counts[-1].data_ptr(),
-            }
-        )
-    settings = CountSettings(
-        topk,
-        topk_idx[0].element_size(),
-        request.expert_alignment,
-        request.expert_capacity,
-        request.allows_repeats,
-    )
-    return Asked(layouts, counts, tensors, settings)
+def most(group: RankGroup, request: CountRequest, num_tokens: int) -> RowCounts:
+    """Those that there is room for with max_recv_tokens, where nobody asks how many there are."""
+    rows = request.max_recv_tokens
+    assert rows is not None
+    received = max_arrivals(rows, request.expert_capacity, num_tokens, group.topology.world_size)
+    return RowCounts(num_tokens, rows, received, max_rail_rows(group.topology, rows, received, num_tokens))
 
 
-def expected(group: RankGroup, request: CountsToAskFor, is_flat: bool) -> RowCounts | None:
+def expected(group: RankGroup, request: CountRequest, num_tokens: int, is_flat: bool) -> RowCounts | None:
     """What there should be room for before the counts are known; None where they are to be known first: so if this
-    rank has other tokens than last time, and of several ranks of a process, of which some might have to be launched
-    again without the others.
+    rank has other tokens than last time.
     """
     last = group.last_counts
-    may_guess = request.max_recv_tokens is None and group.live_backend().launches_ahead and len(group.ranks) == 1
-    if last is None or not may_guess or last.num_tokens != request.topk_idx[0].shape[0]:
+    if last is None or not group.live_backend().launches_ahead or last.num_tokens != num_tokens:
         return None
     rows, received, rail = (count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last[1:])
     if is_flat:  # tables and tensors have the same rows, and what lies behind the last one is marked in both
         rows = received
     elif request.expert_capacity:
         rows = request.expert_capacity * group.num_local_experts
-    return RowCounts(rows, received, rail)
+    return RowCounts(num_tokens, rows, received, rail)
 
 
 def least_rows(room: RowCounts) -> int:
@@ -97,80 +67,32 @@ def least_rows(room: RowCounts) -> int:
     return max(0, int((1 - MOST_EMPTY) * room.rows) - FEW_ROWS)
 
 
-def exchange(group: RankGroup, request: CountsToAskFor, asked: Asked, is_flat: bool) -> tuple[list[RowCounts], bool]:
-    """With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would
-    not learn them anyway they are left to the dispatch; returns whether they are, too."""
-    backend, most = group.live_backend(), request.max_recv_tokens
-    is_left = most is not None and not backend.host_knows_counts
-    totals = () if is_left else backend.exchange_counts(asked.tensors, asked.settings)
-    if totals:
-        check(group, request, totals)
-    if most is None:
-        return told(group, asked, totals, is_flat), False
-    room = []
-    for i, t in enumerate(asked.tensors):
-        num_tokens = t["num_tokens"]
-        received = max_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
-        rail = max_rail_rows(group.topology, most, received, num_tokens)
-        if totals and not request.has_fixed_sizes:
-            received = most if is_flat else min(totals[i].received_rows, received)  # the caller has the flat table
-            rail = totals[i].rail_rows
-        room.append(RowCounts(most, received, rail))
-    return room, is_left
-
-
-def check(group: RankGroup, request: CountsToAskFor, totals: Sequence[Totals]) -> None:
-    """Raises ValueError for ids that are none, and what `RankGroup.raise_if_aborted` raises."""
-    for number, idx, total in zip(group.ranks, request.topk_idx, totals, strict=True):
+def known(
+    group: RankGroup,
+    request: CountRequest,
+    topk_idx: Sequence[torch.Tensor],
+    totals: Sequence[_C.Totals],
+    is_flat: bool,
+) -> list[RowCounts]:
+    """What an exchange has told. Raises ValueError for ids that are none, and what `RankGroup.raise_if_aborted` raises.
+    The next dispatch expects about as many rows as one for whose counts the host has waited."""
+    for number, idx, total in zip(group.ranks, topk_idx, totals, strict=True):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token, request.allows_repeats)
     group.raise_if_aborted()
-
-
-def told(group: RankGroup, asked: Asked, totals: Sequence[Totals], is_flat: bool) -> list[RowCounts]:
-    """What they say; the next dispatch expects about as many."""
-    first = totals[0]
-    group.last_counts = LastCounts(
-        asked.tensors[0]["num_tokens"], first.expert_rows, first.received_rows, first.rail_rows
-    )
-    return [RowCounts(t.received_rows if is_flat else t.expert_rows, t.received_rows, t.rail_rows) for t in totals]
-
-
-def ranks_of(group: RankGroup, request: CountsToAskFor, asked: Asked, room: Sequence[RowCounts]) -> list[RankHandle]:
-    """With tables for so many rows."""
-    made_on, ranks = group.live_backend().current_stream(), []
-    for layout, counts, t, (rows, received, rail) in zip(asked.layouts, asked.counts, asked.tensors, room, strict=True):
-        dst_rows = torch.empty(received, asked.settings.topk, dtype=torch.int32, device=group.device)
-        rail_experts = dst_rows.new_empty(rail, asked.settings.topk) if rail else dst_rows
-        rank = RankHandle(t["num_tokens"], layout, rows, counts, dst_rows, rail_experts, rail, made_on)
-        rank.addresses = t
-        t.update(tables_of(rank))
-        if request.keeps_source_tokens:
-            rank.source_tokens = dst_rows.new_empty(received)
-        ranks.append(rank)
-    return ranks
-
-
-def cut(rank: RankHandle, counts: RowCounts) -> None:
-    """Its tables to these sizes. No views, but smaller tensors in the same memory."""
-    topk = rank.dst_rows.shape[1]
-    rank.rows, rank.rail_rows = counts.rows, counts.rail
-    rank.dst_rows.resize_(counts.received, topk)
-    rank.rail_experts = rank.rail_experts.resize_(counts.rail, topk) if counts.rail else rank.dst_rows
-    if rank.source_tokens is not None:
-        rank.source_tokens.resize_(counts.received)
-    if rank.addresses is not None:
-        rank.addresses.update(tables_of(rank))
-
-
-def tables_of(rank: RankHandle) -> RankTensors:
-    return {
-        "dst_rows": rank.dst_rows.data_ptr(),
-        "rail_experts": rank.rail_experts.data_ptr(),
-        "max_received": rank.dst_rows.shape[0],
-        "max_rail": rank.rail_rows,
-        "max_rows": rank.rows,
-    }
+    counts = []
+    for idx, total in zip(topk_idx, totals, strict=True):
+        rows, received, rail = total.expert_rows, total.received_rows, total.rail_rows
+        if request.max_recv_tokens is not None:
+            room = most(group, request, len(idx))
+            if not request.has_fixed_sizes:  # the caller has the flat table, of R rows
+                room = room._replace(received=room.rows if is_flat else min(received, room.received), rail=rail)
+            counts.append(room)
+            continue
+        if not counts:
+            group.last_counts = RowCounts(len(idx), rows, received, rail)
+        counts.append(RowCounts(len(idx), received if is_flat else rows, received, rail))
+    return counts
 
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.buffer.rank_group import check_summable
-from megatron_ep.normal import launches
 from megatron_ep.normal.api import Tensors, as_list, check_payload
 from megatron_ep.normal.autograd import need_gradient
+from megatron_ep.normal.plan import format_of
 from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move
 from megatron_ep.sequences.handles import PlanHandles, handles_of
 from megatron_ep.sequences.plan import SequencePlan
@@ -119,15 +119,15 @@ def _check_moves(
 ) -> None:
     """Raises ValueError if a ring is too small for a row of these tensors or of their gradients, or if their dtype
     cannot be summed."""
-    launches.format_of(handles.q.group, handles.q.topk, q, None, None)
-    launches.format_of(handles.kv.group, handles.kv.topk, k, [v], None)
+    format_of(handles.q.group, handles.q.topk, q, None, None)
+    format_of(handles.kv.group, handles.kv.topk, k, v, None)
     if not needs_gradient:
         return
     widens, device_type = handles.widens_sums(k.dtype), handles.kv.group.device.type
     check_summable("the gradient of k and v", torch.float32 if widens else k.dtype, device_type)
     if widens:
         for x in (k, v):
-            launches.format_of(handles.kv.group, handles.kv.topk, x[:0].detach().float(), None, None)
+            format_of(handles.kv.group, handles.kv.topk, x[:0].detach().float(), None, None)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.buffer.interface import RankHandle
+from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_TOPK, Topology
-from megatron_ep.normal.handle import Handle
+from megatron_ep.normal.handle import Handle, RankHandle
 from megatron_ep.sequences.plan import Moves, SequencePlan
 
 MAX_COPIES = MAX_TOPK
@@ -190,14 +190,13 @@ def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
         layout = layout.to(group.device)
         ranks.append(
             RankHandle(
-                num_tokens=num_tokens,
-                layout=layout,
-                rows=totals.received_rows,
-                counts=layout,  # a placeholder: a plan's counts are not used
+                topk,
+                RowCounts(num_tokens, totals.received_rows, totals.received_rows, totals.rail_rows),
+                layout,
+                layout,  # a placeholder: a plan's counts are not used
+                made_on,
                 dst_rows=dst_rows,
                 rail_experts=rail_experts,
-                rail_rows=totals.rail_rows,
-                made_on=made_on,
                 own_rows=int(own_rows[rank]),
             )
         )

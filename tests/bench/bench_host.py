@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(device: str, num_sms: int, warmup: int, iterations: int) -> list[Record]:
     """The records of the default group, which has one rank."""
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         buffer = stack.enter_context(
             ep.Buffer(None, ep.Config(num_experts=EXPERTS, num_sms=num_sms, timeout=10), device=device)
         )

@@ -23,15 +23,16 @@ class Inputs:
 
 
 def calls_of(given: Inputs, buffer: ep.Buffer) -> dict[str, Call]:
-    x, ids, weights = given.x, given.ids, given.weights
+    x, ids, weights, leaf = given.x, given.ids, given.weights, given.x.clone().requires_grad_()
     low_latency = ep.LowLatency(buffer, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK)
     received = low_latency.dispatch(x, ids, weights)
     rows, handle = received.x, received.handle
 
-    def dispatch(layout: str) -> ep.Received:
-        return ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
+    def dispatch(layout: str, rows: torch.Tensor = x) -> ep.Received:
+        return ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
 
     normal, flat = dispatch("grouped"), dispatch("flat")
+    differentiable = normal.x.clone().requires_grad_()
 
     def dispatch_hook() -> None:
         _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
@@ -49,6 +50,9 @@ def calls_of(given: Inputs, buffer: ep.Buffer) -> dict[str, Call]:
         "dispatch from scratch": lambda: dispatch("grouped"),
         "dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=normal.handle),
         "combine": lambda: ep.combine(normal.x, normal.handle),
+        "dispatch from scratch, gradient": lambda: dispatch("grouped", leaf),
+        "dispatch again, gradient": lambda: ep.dispatch(leaf, topk_weights=weights, handle=normal.handle),
+        "combine, gradient": lambda: ep.combine(differentiable, normal.handle),
         "flat dispatch from scratch": lambda: dispatch("flat"),
         "flat dispatch again": lambda: ep.dispatch(x, handle=flat.handle),
         "flat combine": lambda: ep.combine(flat.x, flat.handle),

@@ -66,6 +66,11 @@ def make(group):
     return cuda.CudaBackend(Connection(group), None, torch.device("cuda", 0), 4)
 
 
+def launch(backend, part=None):
+    """Returns the stream."""
+    return backend.launch(mock.Mock(launch=lambda call, phase, stream: stream), None, 0, part=part)
+
+
 def close(backend, how):
     buffer = Closed(backend)
     if how == "close":
@@ -79,7 +84,7 @@ def close(backend, how):
 def test_what_a_graph_may_replay_outlives_the_buffer_and_no_longer_than_the_graph(capturing, how):
     group, part = Group(), Part()
     backend = make(group)
-    assert backend.launch(lambda stream: stream, part=part) == 7
+    assert launch(backend, part) == 7
     kept = weakref.ref(backend), weakref.ref(part)
     capturing.return_value = False
     close(backend, how)
@@ -99,7 +104,7 @@ def test_while_a_graph_is_captured_nothing_ends(capturing, how):
     """What CUDA would be called for waits until somebody waits for the GPU anyway."""
     group, modules = Group(), []
     backend = make(group)
-    backend.launch(lambda stream: None)
+    launch(backend)
     kept = weakref.ref(backend)
     with mock.patch.dict("sys.modules", {name: mock.Mock(catch_up=lambda: modules.append(1)) for name in gpu.MODULES}):
         close(backend, how)
@@ -175,10 +180,10 @@ def test_nothing_outlives_a_buffer_that_no_graph_has_captured(capturing):
 def test_parts_of_earlier_graphs_go_with_them(capturing):
     group, first, second = Group(), Part(), Part()
     backend = make(group)
-    backend.launch(lambda stream: None, part=first)
+    launch(backend, first)
     kept = weakref.ref(first)
     del first
     group.alive = 0
-    backend.launch(lambda stream: None, part=second)
+    launch(backend, second)
     gc.collect()
     assert kept() is None

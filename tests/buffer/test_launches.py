@@ -1,11 +1,9 @@
 """Launches inside which a library waits for ever end the waits of those who wait for them. Needs no GPU."""
 
-import contextlib
 import itertools
 import subprocess
 import sys
 import time
-import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,13 +13,17 @@ import torch
 import megatron_ep as ep
 from megatron_ep.buffer import cuda
 from megatron_ep.buffer import launches as launches_module
-from megatron_ep.buffer.interface import CountSettings
 from megatron_ep.buffer.launches import MAX_TIMEOUTS, Launches
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
 
 TIMEOUT = 0.05
 DEVICE = torch.device("cuda", 0)
+
+
+def launch(backend: cuda.CudaBackend, work=lambda stream: None) -> object:
+    group = SimpleNamespace(launch=lambda call, phase, stream: work(stream))
+    return backend.launch(group, None, 0)
 
 
 class Stream:
@@ -84,7 +86,7 @@ def backend_of(timeout: float | None):
 
 def test_a_launch_that_does_not_end_is_told_to_those_who_wait(stream: Stream) -> None:
     backend, group = backend_of(TIMEOUT)
-    backend.launch(lambda number: None)
+    launch(backend)
     stream.reached = 1  # it has begun
     started = time.monotonic()
     with pytest.raises(
@@ -105,7 +107,7 @@ def test_a_launch_that_does_not_end_is_told_to_those_who_wait(stream: Stream) ->
 def test_a_known_failure_ends_the_wait_for_what_follows_it(stream: Stream) -> None:
     """A reduction of gradients behind it on the stream waits for the rank that did not come."""
     backend, group = backend_of(None)
-    backend.launch(lambda number: None)
+    launch(backend)
     reports = itertools.chain([None] * 3, itertools.repeat(("timeout", 0)))
     group.aborted = lambda: next(reports)
     backend.finish_launches()
@@ -114,7 +116,7 @@ def test_a_known_failure_ends_the_wait_for_what_follows_it(stream: Stream) -> No
 
 def test_what_waits_before_a_launch_is_not_its_time(stream: Stream) -> None:
     backend, group = backend_of(TIMEOUT)
-    backend.launch(lambda number: None)
+    launch(backend)
     ends = itertools.chain([0] * 6, itertools.repeat(3))  # a kernel of somebody else, then all at once
 
     def sleep(seconds: float) -> None:
@@ -140,7 +142,7 @@ def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
     marked: list[int] = []  # how many launches came before each event
     with mock.patch.object(cuda, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() * 1e3, sleep=sleep)):
         for launched in range(100):
-            backend.launch(lambda number: None)
+            launch(backend)
             marked += [launched] * (len(stream.events) - len(marked))
             max_ahead = max(max_ahead, launched + 1 - ended)
     assert cuda.MAX_LAUNCHES_AHEAD // 2 < max_ahead <= cuda.MAX_LAUNCHES_AHEAD
@@ -171,45 +173,42 @@ def test_a_wait_for_counts_ends_too(stream: Stream) -> None:
             time.sleep(1e-3)
 
     with pytest.raises(ep.EPStuckError):
-        backend.launch(notify)
+        launch(backend, notify)
     group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
 
 
 def test_counts_of_an_exchange_that_failed_stay_until_the_gpu_is_idle(stream: Stream) -> None:
     """A kernel that is queued behind others may begin when the host has given up, and writes to them."""
-    backend, group = backend_of(None)
-    group.graphs, group.reset = lambda: 0, mock.Mock()
     empty = torch.empty
 
-    def exchange(**notify: object) -> "weakref.ref[torch.Tensor]":
-        group.notify = mock.Mock(**notify)
+    def closed(*, is_taken: bool, resets: bool = False) -> int:
+        """How often closing waits for the GPU, after an exchange of counts."""
+        backend, group = backend_of(None)
+        group.graphs, group.reset = lambda: 0, mock.Mock()
         with mock.patch.object(torch, "empty", lambda *size, pin_memory, **others: empty(*size, **others)):
             counts = backend.new_counts(4, wait=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            backend.exchange_counts([], CountSettings(2, 8, 1, 0, False))
-        return weakref.ref(counts)
+            assert backend.new_counts(4, wait=True) is counts, "they stay with the buffer"
+        if is_taken:
+            counts.fill_(3)
+            taken = backend.taken_counts(counts)
+            counts.fill_(4)  # by the next exchange
+            assert taken.tolist() == [[3] * 4] * 2
+        if resets:
+            backend.reset()
+        with mock.patch.object(torch.cuda, "synchronize") as wait:
+            backend.close()
+        return wait.call_count
 
-    assert exchange(return_value=[])() is None, "the host knows that they were written"
-    interrupted = exchange(side_effect=KeyboardInterrupt)
-    assert interrupted() is not None
-    group.aborted = lambda: ("interrupted", 0)
-    given_up = exchange(return_value=[])
-    assert given_up() is not None and interrupted() is not None
-    backend.reset()
-    group.reset.assert_called_once_with()
-    assert given_up() is None and interrupted() is None
-    last = exchange(return_value=[])
-    with mock.patch.object(torch.cuda, "synchronize") as wait:
-        backend.close()
-    wait.assert_called_once_with(DEVICE)
-    assert last() is None
+    assert closed(is_taken=True) == 0, "the host knows that they were written"
+    assert closed(is_taken=False) == 1
+    assert closed(is_taken=False, resets=True) == 0, "which has waited"
 
 
 def test_a_replay_that_does_not_end_is_told_to_those_who_wait(stream: Stream) -> None:
     """Nothing records it, but the GPU counts the call as begun."""
     backend, group = backend_of(TIMEOUT)
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        backend.launch(lambda number: None)
+        launch(backend)
     counts = dict.fromkeys(("notify", "transfer"), 4)
     group.rank_statuses = lambda: [
         {"rank": rank, "entered": counts | {"transfer": 5 - rank}, "finished": counts, "incidents": [], "reason": ""}
@@ -258,11 +257,11 @@ def test_the_end_of_all_replays_is_waited_for_with_a_bound(stream: Stream) -> No
 def test_without_a_library_nothing_is_watched(stream: Stream) -> None:
     backend, group = backend_of(None)
     assert not hasattr(group, "watch")
-    backend.launch(lambda number: None)
+    launch(backend)
     assert stream.events == []
     assert backend.seconds == 0  # from now on launches are measured
-    backend.launch(lambda number: None)
-    backend.launch(lambda number: None)
+    launch(backend)
+    launch(backend)
     stream.reached = 3
     assert backend.seconds == 1
     stream.reached = 4

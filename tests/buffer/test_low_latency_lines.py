@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import _C
 from megatron_ep.buffer import low_latency
 from megatron_ep.fabrics import gpu
-from megatron_ep.fabrics.connection import LowLatencyConnection
+from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
 from megatron_ep.low_latency.rows import row_format
 
 
@@ -27,7 +26,7 @@ class Group(SimpleNamespace):
     config = ep.Config(num_experts=4, timeout=10)
 
     def live_backend(self):
-        return SimpleNamespace(group=Launches())
+        return SimpleNamespace(group=Launches(), connection=Connection(Launches()))
 
     def keeps_lines(self):
         self.times_asked += 1
@@ -38,10 +37,7 @@ class Group(SimpleNamespace):
 
 
 def connected(group, mask_timeout):
-    with (
-        mock.patch.object(_C, "CudaGroup", Launches, create=True),
-        mock.patch.object(gpu, "num_sms", lambda *_: 1),
-    ):
+    with mock.patch.object(gpu, "num_sms", lambda *_: 1):
         heap, _, _ = low_latency.connect(group, 8, row_format(2, 512, torch.bfloat16, None), mask_timeout)
     return heap
 

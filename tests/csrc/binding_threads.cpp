@@ -1,4 +1,4 @@
-// The bindings of a CudaGroup, over one that stops at a gate.
+// A launcher of a CudaGroup, over one that stops at a gate.
 
 #include <pybind11/pybind11.h>
 
@@ -7,7 +7,7 @@
 #include <memory>
 #include <thread>
 
-#include "bindings/cuda_group.h"
+#include "bindings/cuda_launcher.h"
 
 namespace py = pybind11;
 
@@ -26,16 +26,15 @@ struct Gate {
     }
 };
 
-using Group = ep::PyCudaGroup<Gate>;
-
 }  // namespace
 
 PYBIND11_MODULE(binding_threads, m) {
     py::module_::import("megatron_ep._C");
-    Group::bind(m, "Group", "").def(py::init([] {
-        return std::make_unique<Group>(ep::Heap{}, Gate{}, std::vector<int>{0},
-                                       std::vector<char*>{}, std::vector<char*>{}, 0, 1, 1.0);
-    }));
+    m.def("group", []() -> std::unique_ptr<ep::RankLauncher> {
+        return std::make_unique<ep::CudaLauncher<Gate>>(ep::Heap{{1, 1}, 1, 1, 0, 0}, Gate{},
+                                                        std::vector<int>{0}, std::vector<char*>{},
+                                                        std::vector<char*>{}, 0, 1, 1.0);
+    });
     m.def("set_open", [](bool open) {
         Gate::is_open = open;
         Gate::is_reached = Gate::gave_up = false;

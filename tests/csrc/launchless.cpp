@@ -5,8 +5,7 @@
 
 #include <memory>
 
-#include "bindings/cuda_group.h"
-#include "bindings/cuda_low_latency.h"
+#include "bindings/cuda_launcher.h"
 
 namespace py = pybind11;
 
@@ -16,21 +15,22 @@ struct Nothing {
     static void pass() {}
 };
 
-using Group = ep::PyCudaGroup<Nothing>;
-using LowLatency = ep::PyCudaLowLatency<Nothing>;
 using Heaps = std::vector<char*>;
 
 }  // namespace
 
 PYBIND11_MODULE(launchless, m) {
     py::module_::import("megatron_ep._C");
-    Group::bind(m, "Group", "").def(py::init([](const ep::Heap& heap) {
-        return std::make_unique<Group>(heap, Nothing{}, std::vector<int>{0}, Heaps{}, Heaps{}, 0, 1,
-                                       1.0);
-    }));
-    LowLatency::bind(m, "LowLatency")
-        .def(py::init([](const Group& group, const ep::LowLatencyHeap& heap, int blocks) {
-                 return std::make_unique<LowLatency>(group, heap, Nothing{}, Heaps{}, blocks);
-             }),
-             py::keep_alive<1, 2>());
+    m.def("group", [](const ep::Heap& heap) -> std::unique_ptr<ep::RankLauncher> {
+        return std::make_unique<ep::CudaLauncher<Nothing>>(heap, Nothing{}, std::vector<int>{0},
+                                                           Heaps{}, Heaps{}, 0, 1, 1.0);
+    });
+    m.def(
+        "low_latency",
+        [](const ep::RankLauncher& ranks, const ep::LowLatencyHeap& heap,
+           int blocks) -> std::unique_ptr<ep::LowLatencyLauncher> {
+            return std::make_unique<ep::CudaLowLatencyLauncher<Nothing>>(
+                ep::group_of<Nothing>(ranks), heap, Nothing{}, Heaps{}, blocks);
+        },
+        py::keep_alive<0, 1>());
 }

@@ -1,5 +1,6 @@
 """The bindings between threads, over a group whose calls wait until set_open(True)."""
 
+import functools
 import importlib.util
 import threading
 import time
@@ -28,16 +29,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+ROW = _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
+
+
 def test_two_threads_do_not_launch_at_once(gated) -> None:
-    group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
-    settings = {"nvl_batch": 1, "rdma_chunk": 1, "stream": 0}
-    counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
+    group = gated.group()
+    dispatch, combine = group.dispatch(ROW, [{}]), group.combine(ROW, [{}])
+    phases = ("notify", "dispatch", "fused_dispatch", "dispatch_ahead", "dispatch_again")
     calls = [
-        lambda: group.notify([], topk=1, **counts, stream=0),
-        lambda: group.dispatch([], row, **settings, again=False),
-        lambda: group.fused_dispatch([], row, **settings, **counts),
-        lambda: group.dispatch_ahead([], row, **settings, **counts),
-        lambda: group.combine([], row, **settings, dtype=0),
+        *(functools.partial(group.launch, dispatch, int(getattr(_C.Phase, phase)), 0) for phase in phases),
+        functools.partial(group.launch, combine, int(_C.Phase.combine), 0),
         group.reset,
     ]
     for first in calls:
@@ -56,13 +57,12 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
 
 
 def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
-    counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
-    settings = {"topk": 1, **counts, "stream": 0}
-    group = gated.Group()
-    group.notify([], **settings)
+    group = gated.group()
+    notify = functools.partial(group.launch, group.dispatch(ROW, [{}]), int(_C.Phase.notify), 0)
+    notify()
     calls = []
     group.watch = lambda: calls.append(1)
-    group.notify([], **settings)
+    notify()
     assert calls == [1]
 
     def give_up() -> None:
@@ -70,11 +70,26 @@ def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
 
     group.watch = give_up
     with pytest.raises(TimeoutError, match="enough"):
-        group.notify([], **settings)
+        notify()
 
 
-def test_a_rank_has_no_tensors_of_other_names(gated) -> None:
-    group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
-    for tensors, error in ({"rows": 1}, KeyError), ({"x": -1}, OverflowError), ({"x": "1"}, TypeError):
+def test_a_call_has_no_members_of_other_names(gated) -> None:
+    group = gated.group()
+    for members, error in ({"rows": 1}, KeyError), ({"x": -1}, OverflowError), ({"x": "1"}, TypeError):
         with pytest.raises(error):
-            group.combine([tensors], row, nvl_batch=1, rdma_chunk=1, dtype=0, stream=0)
+            group.combine(ROW, [members])
+    with pytest.raises(KeyError):
+        group.combine(ROW, [{}], ["rows"])
+    with pytest.raises(ValueError, match="1 ranks"):
+        group.combine(ROW, [{}, {}])
+
+
+def test_a_launch_takes_what_its_call_leaves_open(gated) -> None:
+    group = gated.group()
+    launch = functools.partial(group.launch, group.combine(ROW, [{}], ["x", "y"]), int(_C.Phase.combine), 0)
+    launch(1, 2)
+    for given, error in ((), ValueError), ((1, 2, 3), ValueError), ((1, -1), OverflowError), ((1, None), TypeError):
+        with pytest.raises(error):
+            launch(*given)
+    with pytest.raises(TypeError):
+        group.launch(1, 2, 3)

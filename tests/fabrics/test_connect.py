@@ -89,7 +89,7 @@ def ranks_with(fabric: str, **loads):
         mock.patch.object(choice.nvshmem_env, "has_cards", lambda: True),
         mock.patch.object(choice.verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
         mock.patch.dict(vars(choice), loaders),
-        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, CudaGroup=group_of),
+        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, cuda_group=group_of),
     ):
         yield
 
@@ -296,10 +296,10 @@ def test_gpus_without_native_atomics_are_named_on_all_ranks(ranks) -> None:
 
 
 def test_the_report_names_gpus_without_native_atomics() -> None:
-    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "CudaGroup", None, create=True):
+    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "cuda_group", None, create=True):
         needs = "GPUs without native atomics on each other's memory, which it needs"
         assert choice.report()["p2p"] == f"built; {needs}: 1 and 2"
-    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "CudaGroup", None, create=True):
+    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "cuda_group", None, create=True):
         assert choice.report()["p2p"] == "built"
 
 
@@ -333,8 +333,8 @@ class Nvshmem:
         self.served = None
         self.allocated = 0
         self.left: set[int] = set()
-        self.NvshmemGroup = group_of
-        self.NvshmemLowLatency = SimpleNamespace
+        self.group = group_of
+        self.low_latency = SimpleNamespace
         self.NvshmemHeap = SimpleNamespace(allocate=self.allocate, reuse=self.reuse)
         self.prepare = mock.Mock()
         self.before_allocation = lambda: None
@@ -582,8 +582,8 @@ class Nccl:
     def __init__(self):
         self.ids = 0
         self.left: list[bytes] = []
-        self.NcclGroup = group_of
-        self.NcclLowLatency = SimpleNamespace
+        self.group = group_of
+        self.low_latency = SimpleNamespace
 
     def unique_id(self) -> bytes:
         self.ids += 1

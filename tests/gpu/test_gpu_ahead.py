@@ -5,6 +5,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.normal import plan
 from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 2
@@ -34,14 +35,15 @@ def run_steps(nodes, local_pass, layout):
     with ep.Buffer(None, config, ep.Topology(nodes, W // nodes), device=device) as buffer:
         torch.cuda.set_device(device)
         rank, backend, guesses = buffer.rank, buffer._group.live_backend(), []
-        launch = backend.dispatch_ahead
+        launch = backend.launch
 
-        def dispatch_ahead(*args):
-            told = launch(*args)
-            guesses.append(told[1])
+        def noted(group, call, phase, *given, part=None):
+            told = launch(group, call, phase, *given, part=part)
+            if phase == plan.AHEAD:
+                guesses.append(told[1])
             return told
 
-        backend.dispatch_ahead = dispatch_ahead
+        backend.launch = noted
         for step, rows_for_rank_0 in enumerate([FEW, FEW, MANY, MANY, FEW, FEW + 10]):
             x, ids, weights = inputs(rows_for_rank_0, step)
             leaf = x[rank].to(device).requires_grad_()

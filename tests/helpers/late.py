@@ -8,18 +8,11 @@ from megatron_ep.buffer.host import HostBackend
 class LateBackend(HostBackend):
     _is_known = False
 
-    def exchange_counts(self, *args, **kwargs):
-        counts = super().exchange_counts(*args, **kwargs)
-        self._is_known = True  # this rank has waited for the counts
-        return counts
-
-    def enqueue_dispatch(self, *args, **kwargs):
-        super().enqueue_dispatch(*args, **kwargs)
-        self._is_known = False
-
-    def enqueue_combine(self, *args, **kwargs):
-        super().enqueue_combine(*args, **kwargs)
-        self._is_known = False
+    def launch(self, group, call, phase, *given, part=None):
+        told = super().launch(group, call, phase, *given, part=part)
+        if part is None:
+            self._is_known = told is not None  # this rank has waited for the counts
+        return told
 
     def aborted(self):
         return super().aborted() if self._is_known else None

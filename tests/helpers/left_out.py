@@ -12,7 +12,7 @@ from megatron_ep.buffer.rank_group import summable_dtypes
 
 def no_gpu():
     """Why no test can run on a GPU here; None: they can."""
-    if not hasattr(_C, "CudaGroup"):
+    if not hasattr(_C, "cuda_group"):
         return "megatron_ep was built without the CUDA backend"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU"

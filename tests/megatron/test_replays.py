@@ -17,11 +17,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_ep as ep
+from megatron_ep.buffer.host import HostBackend
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
-from megatron_ep.normal import launches, row_counts
+from megatron_ep.normal import plan
 
 pytestmark = pytest.mark.numerical
 
@@ -35,18 +36,22 @@ class Calls:
     """What the layers send: how often counts are asked for, rows dispatched and combined."""
 
     def __enter__(self):
-        places = [(row_counts, "exchange"), (launches, "launch_dispatch"), (launches, "launch_combine")]
-        self._patches = [mock.patch.object(place, name, wraps=getattr(place, name)) for place, name in places]
-        self._mocks = [patch.start() for patch in self._patches]
+        self._phases, launch = [], HostBackend.launch
+
+        def noted(backend, group, call, phase, *given, part=None):
+            self._phases.append(phase)
+            return launch(backend, group, call, phase, *given, part=part)
+
+        self._patch = mock.patch.object(HostBackend, "launch", noted)
+        self._patch.start()
         return self
 
     def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+        self._patch.stop()
 
     @property
     def counts(self):
-        return [one.call_count for one in self._mocks]
+        return [self._phases.count(phase) for phase in (plan.NOTIFY, plan.DISPATCH, plan.COMBINE)]
 
 
 def _inputs(config, passes):

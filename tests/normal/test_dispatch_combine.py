@@ -183,7 +183,7 @@ def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
         rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=3)
         again = ep.dispatch(x, handle=rows.handle)
         for replayed in ([5, 6], [7, 8]):
-            rows.handle.ranks[0].counts[0].copy_(torch.tensor(replayed))  # where a replay writes
+            rows.handle.ranks[0].tokens_per_expert[0].copy_(torch.tensor(replayed))  # where a replay writes
             assert rows.tokens_per_expert[0].tolist() == replayed
         assert again.tokens_per_expert[0].tolist() == [1, 2], "a copy, which a graph makes again"
 

@@ -5,8 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/cuda_group.h"
-#include "bindings/cuda_low_latency.h"
+#include "bindings/cuda_launcher.h"
 #include "launch/nccl/nccl_heap.h"
 
 namespace py = pybind11;
@@ -14,24 +13,24 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-using NcclGroup = PyCudaGroup<NcclFabricParams>;
-using NcclLowLatency = PyCudaLowLatency<NcclFabricParams>;
-
-std::unique_ptr<NcclGroup> make_group(const Heap& heap, int rank, const NcclHeap& memory,
-                                      int device, int num_sms, double timeout) {
+std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const NcclHeap& memory,
+                                       int device, int num_sms, double timeout) {
     const NcclFabricParams& fabric = memory.fabric();
     const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
-    return std::make_unique<NcclGroup>(heap, fabric, std::vector<int>{rank},
-                                       std::vector<char*>{reachable[heap.topology.local_of(rank)]},
-                                       reachable, device, num_sms, timeout);
+    return std::make_unique<CudaLauncher<NcclFabricParams>>(
+        heap, fabric, std::vector<int>{rank},
+        std::vector<char*>{reachable[heap.topology.local_of(rank)]}, reachable, device, num_sms,
+        timeout);
 }
 
-std::unique_ptr<NcclLowLatency> make_low_latency(const NcclGroup& group, const LowLatencyHeap& heap,
-                                                 const NcclHeap& memory, int blocks) {
+std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
+                                                const LowLatencyHeap& heap, const NcclHeap& memory,
+                                                int blocks) {
     const NcclFabricParams& fabric = memory.fabric();
-    const int local = heap.topology.local_of(group.group().ranks().front());
-    return std::make_unique<NcclLowLatency>(group, heap, fabric,
-                                            std::vector<char*>{fabric.node[local]}, blocks);
+    const int local = heap.topology.local_of(ranks.ranks().front());
+    return std::make_unique<CudaLowLatencyLauncher<NcclFabricParams>>(
+        group_of<NcclFabricParams>(ranks), heap, fabric, std::vector<char*>{fabric.node[local]},
+        blocks);
 }
 
 template <class AnyHeap>
@@ -105,12 +104,9 @@ PYBIND11_MODULE(_nccl, m) {
              "all ranks.");
     bind_heap<Heap>(m, memory);
     bind_heap<LowLatencyHeap>(m, memory);
-    NcclGroup::bind(m, "NcclGroup", "The rank of a buffer that lives in this process.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
-             py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-             py::keep_alive<1, 4>());
-    NcclLowLatency::bind(m, "NcclLowLatency")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
-             py::arg("memory"), py::arg("blocks"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(),
-             py::call_guard<py::gil_scoped_release>());
+    m.def("group", &launcher, py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
+          py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<0, 3>());
+    m.def("low_latency", &low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+          py::arg("memory"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>(),
+          py::call_guard<py::gil_scoped_release>());
 }

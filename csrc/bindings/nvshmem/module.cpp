@@ -6,8 +6,7 @@
 #include <optional>
 #include <tuple>
 
-#include "bindings/cuda_group.h"
-#include "bindings/cuda_low_latency.h"
+#include "bindings/cuda_launcher.h"
 #include "launch/nvshmem/nvshmem_heap.h"
 
 namespace py = pybind11;
@@ -15,24 +14,22 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-using NvshmemGroup = PyCudaGroup<NvshmemFabricParams>;
-using NvshmemLowLatency = PyCudaLowLatency<NvshmemFabricParams>;
-
-std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const NvshmemHeap& memory,
-                                         int device, int num_sms, double timeout, bool fence) {
+std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const NvshmemHeap& memory,
+                                       int device, int num_sms, double timeout, bool fence) {
     const NvshmemFabricParams fabric = memory.fabric(heap.topology, fence);
     const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
-    return std::make_unique<NvshmemGroup>(heap, fabric, std::vector<int>{rank},
-                                          std::vector<char*>{memory.data()}, reachable, device,
-                                          num_sms, timeout);
+    return std::make_unique<CudaLauncher<NvshmemFabricParams>>(heap, fabric, std::vector<int>{rank},
+                                                               std::vector<char*>{memory.data()},
+                                                               reachable, device, num_sms, timeout);
 }
 
-std::unique_ptr<NvshmemLowLatency> make_low_latency(const NvshmemGroup& group,
-                                                    const LowLatencyHeap& heap,
-                                                    const NvshmemHeap& memory, int blocks) {
-    const bool fence = group.group().fabric().needs_fence;
-    return std::make_unique<NvshmemLowLatency>(group, heap, memory.fabric(heap.topology, fence),
-                                               std::vector<char*>{memory.data()}, blocks);
+std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
+                                                const LowLatencyHeap& heap,
+                                                const NvshmemHeap& memory, int blocks) {
+    const auto& group = group_of<NvshmemFabricParams>(ranks);
+    return std::make_unique<CudaLowLatencyLauncher<NvshmemFabricParams>>(
+        group, heap, memory.fabric(heap.topology, group.fabric().needs_fence),
+        std::vector<char*>{memory.data()}, blocks);
 }
 
 }  // namespace
@@ -102,11 +99,9 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def("release", &NvshmemHeap::release, py::call_guard<py::gil_scoped_release>(),
              "Gives the memory back to NVSHMEM. Collective, in the same order on all ranks; for a "
              "thread as that of allocate.");
-    NvshmemGroup::bind(m, "NvshmemGroup", "The rank of a buffer that lives in this process.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
-             py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-             py::arg("fence"), py::keep_alive<1, 4>());
-    NvshmemLowLatency::bind(m, "NvshmemLowLatency")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
-             py::arg("memory"), py::arg("blocks"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>());
+    m.def("group", &launcher, py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
+          py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::arg("fence"),
+          py::keep_alive<0, 3>());
+    m.def("low_latency", &low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+          py::arg("memory"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 }

@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "bindings/address.h"
 #include "bindings/incidents.h"
-#include "bindings/launch_args.h"
 #include "launch/virtual/low_latency.h"
 #include "launch/virtual/transfers.h"
 

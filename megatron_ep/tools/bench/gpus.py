@@ -239,7 +239,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     def wrong_guess() -> Any:
         group = rank_group_of(buffer)
         assert group.last_counts is not None, "the host has waited before"
-        group.last_counts = group.last_counts._replace(expert_rows=most // 2)
+        group.last_counts = group.last_counts._replace(rows=most // 2)
         return host_waits()
 
     def there_and_back() -> Any:

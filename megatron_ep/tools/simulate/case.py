@@ -17,7 +17,7 @@ from megatron_ep.config import (
     is_number,
     require_int,
 )
-from megatron_ep.normal.launches import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
+from megatron_ep.normal.plan import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
 from megatron_ep.tools.simulate import routing
 
 BF16_BYTES, SCALE_BYTES, WEIGHT_BYTES, BLOCK = 2, 4, 4, 128  # fp8 rows have a scale of fp32 for each 128 values

@@ -1,4 +1,4 @@
-#include "bindings/group.h"
+#include "core/heap.h"
 
 #include <pybind11/stl.h>
 
@@ -7,169 +7,18 @@
 #include <optional>
 #include <string>
 
-#include "bindings/exclusive_call.h"
-#include "bindings/incidents.h"
-#include "bindings/launch_args.h"
+#include "bindings/address.h"
+#include "bindings/module.h"
+#include "core/layout.h"
 #include "core/planned_layout.h"
+#include "core/row.h"
+#include "fabric/queue/software_nic.h"
 #include "fabric/shared_memory.h"
-#include "launch/host/group.h"
 
 namespace py = pybind11;
 
 namespace ep {
 namespace {
-
-// Asks Python, now and then, whether Ctrl-C was pressed.
-class SignalCheck {
-  public:
-    bool operator()() {
-        const auto now = std::chrono::steady_clock::now();
-        if (now < next_) return false;
-        next_ = now + std::chrono::milliseconds(50);
-        py::gil_scoped_acquire gil;
-        return PyErr_CheckSignals() != 0;
-    }
-
-  private:
-    std::chrono::steady_clock::time_point next_ =
-        std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
-};
-
-class Group : public HostLauncher {
-  public:
-    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
-          int threads, std::optional<uint64_t> seed, uint64_t lost_signal,
-          const std::pair<int, uint64_t>& stalled, double timeout, SoftwareNic* nic)
-        : group_(heap, std::move(ranks), data_of(segments),
-                 Schedule{threads, seed, lost_signal, {stalled.first, stalled.second}},
-                 std::chrono::duration<double>(timeout), nic) {}
-
-    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
-                                       int index_bytes, int expert_alignment, int expert_capacity,
-                                       bool allows_repeats) {
-        const auto lock = exclusive_call_.enter();
-        std::vector<NotifyArgs> args;
-        ++epoch_;
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            Layout layout = layout_of(group_.heap(), tensors[i], topk);
-            layout.totals() = {};
-            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx),
-                            index_bytes, expert_alignment, expert_capacity, epoch_,
-                            at<int64_t>(tensors[i].tokens_per_expert)});
-            args.back().allows_repeats = allows_repeats;
-        }
-        launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
-        std::vector<Layout::Totals> totals;
-        for (const NotifyArgs& a : args) totals.push_back(a.layout.totals());
-        return totals;
-    }
-
-    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
-                  int rdma_chunk) {
-        const auto lock = exclusive_call_.enter();
-        std::vector<DispatchArgs> args;
-        ++call_;
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format,
-                                         call_, nvl_batch, rdma_chunk));
-        }
-        launch([&](const auto& interrupted) { group_.dispatch(args, interrupted); });
-    }
-
-    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
-                 int rdma_chunk, int dtype) {
-        const auto lock = exclusive_call_.enter();
-        std::vector<CombineArgs> args;
-        ++call_;
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_,
-                                        nvl_batch, rdma_chunk));
-        }
-        launch([&](const auto& interrupted) {
-            group_.combine(args, static_cast<DType>(dtype), interrupted);
-        });
-    }
-
-    // (outcome, rank) of the rank that gave up first, or None.
-    std::optional<std::pair<const char*, int>> aborted() const {
-        for (size_t i = 0; i < group_.ranks().size(); ++i) {
-            const uint64_t word = group_.state(i).abort_word().load(std::memory_order_acquire);
-            if (word) return first_reason(word);
-        }
-        return std::nullopt;
-    }
-
-    bool finished() const { return group_.finished(); }
-
-    std::vector<py::dict> incidents() const {
-        std::vector<py::dict> all;
-        for (size_t i = 0; i < group_.ranks().size(); ++i) {
-            const auto own = incidents_of(*group_.state(i).control);
-            all.insert(all.end(), own.begin(), own.end());
-        }
-        return all;
-    }
-
-    // Of all ranks.
-    std::vector<py::dict> rank_statuses() const {
-        std::vector<py::dict> all;
-        const auto& blocks = group_.state(0).everyone;
-        for (size_t rank = 0; rank < blocks.size(); ++rank)
-            all.push_back(rank_status_of(static_cast<int>(rank), *blocks[rank]));
-        return all;
-    }
-
-    // Of each rank of this process: [world], ns, in the last call and in all.
-    std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> waited() const {
-        std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> all;
-        for (size_t i = 0; i < group_.ranks().size(); ++i) all.push_back(group_.waited(i));
-        return all;
-    }
-
-    void abort(bool interrupted, bool failed, const std::string& reason) {
-        group_.abort(outcome_of(interrupted, failed), reason);
-    }
-
-    void reset() {
-        const auto lock = exclusive_call_.enter();
-        group_.reset();
-        epoch_ = call_ = 0;
-    }
-
-    double seconds() const { return seconds_.count(); }
-
-    HostGroup& host_group() override { return group_; }
-    void launch_alone(
-        const std::function<void(const std::function<bool()>& interrupted)>& run) override {
-        const auto lock = exclusive_call_.enter();
-        launch(run);
-    }
-
-  private:
-    static std::vector<char*> data_of(const std::vector<Segment*>& segments) {
-        std::vector<char*> data;
-        for (const Segment* segment : segments) data.push_back(segment->data());
-        return data;
-    }
-
-    template <class F>
-    void launch(F&& f) {
-        const auto start = std::chrono::steady_clock::now();
-        {
-            SignalCheck check;
-            py::gil_scoped_release release;
-            f(std::function<bool()>(std::ref(check)));
-        }
-        seconds_ += std::chrono::steady_clock::now() - start;
-        if (PyErr_Occurred()) throw py::error_already_set();
-    }
-
-    HostGroup group_;
-    ExclusiveCall exclusive_call_;
-    uint64_t epoch_ = 0;
-    uint64_t call_ = 0;
-    std::chrono::duration<double> seconds_{0};
-};
 
 using Address4 = std::tuple<pid_t, int, uint64_t, uint64_t>;
 
@@ -305,6 +154,15 @@ void bind_layout(py::class_<Heap>& bound) {
         "core/planned_layout.h; tokens: int32 [W].");
 }
 
+void bind_totals(py::module_& m) {
+    py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
+        .def_readonly("received_rows", &Layout::Totals::received_rows)
+        .def_readonly("expert_rows", &Layout::Totals::expert_rows)
+        .def_readonly("rail_rows", &Layout::Totals::rail_rows)
+        .def_property_readonly("bad_token",
+                               [](const Layout::Totals& totals) { return totals.bad_token - 1; });
+}
+
 void bind_heap(py::module_& m) {
     py::class_<Heap> heap(m, "Heap", "Layout of the symmetric heap.");
     heap.def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
@@ -349,52 +207,14 @@ void bind_row_format(py::module_& m) {
         .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Rows that a ring holds.");
 }
 
-void bind_totals(py::module_& m) {
-    py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
-        .def_readonly("received_rows", &Layout::Totals::received_rows)
-        .def_readonly("expert_rows", &Layout::Totals::expert_rows)
-        .def_readonly("rail_rows", &Layout::Totals::rail_rows)
-        .def_property_readonly("bad_token",
-                               [](const Layout::Totals& totals) { return totals.bad_token - 1; });
-}
-
-void bind_ranks(py::module_& m) {
-    py::class_<HostLauncher>(m, "HostLauncher");
-    py::class_<Group, HostLauncher>(m, "Group", "The ranks of a buffer that live in this process.")
-        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
-                      std::optional<uint64_t>, uint64_t, const std::pair<int, uint64_t>&, double,
-                      SoftwareNic*>(),
-             py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"),
-             py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("stalled"),
-             py::arg("timeout"), py::arg("nic") = nullptr, py::keep_alive<1, 4>(),
-             py::keep_alive<1, 10>())
-        .def("notify", &Group::notify, py::arg("tensors"), py::arg("topk"), py::arg("index_bytes"),
-             py::arg("expert_alignment"), py::arg("expert_capacity"),
-             py::arg("allows_repeats") = false)
-        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"),
-             py::arg("nvl_batch"), py::arg("rdma_chunk"))
-        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"),
-             py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"))
-        .def("aborted", &Group::aborted)
-        .def("finished", &Group::finished)
-        .def("incidents", &Group::incidents)
-        .def("rank_statuses", &Group::rank_statuses)
-        .def("waited", &Group::waited)
-        .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"),
-             py::arg("reason"))
-        .def("reset", &Group::reset)
-        .def_property_readonly("seconds", &Group::seconds);
-}
-
 }  // namespace
 
-void bind_group(py::module_& m) {
+void bind_heaps(py::module_& m) {
     bind_segment(m);
     bind_software_nic(m);
     bind_totals(m);
     bind_heap(m);
     bind_row_format(m);
-    bind_ranks(m);
 }
 
 }  // namespace ep

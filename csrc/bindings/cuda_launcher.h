@@ -1,0 +1,148 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "bindings/launcher.h"
+#include "core/cuda/put_off.h"
+#include "core/notify_args.h"
+#include "launch/cuda/group.h"
+#include "launch/cuda/low_latency.h"
+
+namespace ep {
+
+// What destructors of this module, which has a list of its own, have put off.
+inline void bind_catch_up(pybind11::module_& m) {
+    m.def("catch_up", &catch_up, pybind11::call_guard<pybind11::gil_scoped_release>(),
+          "Gives back what belonged to objects that are gone, which call no CUDA when they go. "
+          "Waits for the GPU if there is anything.");
+}
+
+template <class FabricParams>
+class CudaLauncher : public RankLauncher {
+  public:
+    CudaLauncher(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
+                 const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
+                 int num_sms, double timeout)
+        : group_(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout) {}
+
+    Counted launch(Phase phase, AllArgs args, void* stream) override {
+        const auto lock = exclusive_call_.enter();
+        if (phase == Phase::Combine) {
+            auto& all = std::get<std::vector<CombineArgs>>(args);
+            number(all, ++call_);
+            group_.combine(all, dtype_of(all), stream);
+            return {};
+        }
+        auto& all = std::get<std::vector<FusedDispatchArgs>>(args);
+        if (phase == Phase::Notify) return {wait_for_counts(all, {}, stream)};
+        if (phase == Phase::DispatchAhead && all.size() > 1)
+            throw std::invalid_argument(
+                "a dispatch ahead is for one rank: each of several would "
+                "decide for itself");
+        if (phase != Phase::DispatchAgain) ++call_;
+        number(all, call_);
+        if (phase == Phase::FusedDispatch) {
+            group_.fused_dispatch(all, stream);
+            return {};
+        }
+        const std::vector<DispatchArgs> dispatches(all.begin(), all.end());
+        if (phase == Phase::DispatchAhead) {
+            auto totals = wait_for_counts(all, dispatches, stream);
+            const bool fits = totals.empty() || all.front().guessed_right(totals.front());
+            return {std::move(totals), fits};
+        }
+        group_.dispatch(dispatches, stream);
+        return {};
+    }
+
+    const Heap& heap() const override { return group_.heap(); }
+    const std::vector<int>& ranks() const override { return group_.ranks(); }
+    const CudaGroup<FabricParams>& group() const { return group_; }
+    uint64_t aborted() const override { return group_.aborted(); }
+    const ControlBlock& report(size_t index) const override { return group_.report(index); }
+    void show_ranks(const std::function<void(int, const ControlBlock&)>& show) override {
+        std::vector<ControlBlock> blocks;
+        {
+            const pybind11::gil_scoped_release release;
+            blocks = group_.control_blocks();
+        }
+        for (size_t i = 0; i < blocks.size(); ++i)
+            show(group_.first_in_reach() + static_cast<int>(i), blocks[i]);
+    }
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override {
+        return group_.waited(index);
+    }
+    void abort(Outcome outcome, const std::string& reason) override {
+        group_.abort(outcome, reason);
+    }
+    void listen() override { group_.listen(); }
+    void drain() override { group_.drain(); }
+    void note_capture(void* stream) override { group_.note_capture(stream); }
+    int graphs() const override { return group_.graphs(); }
+    bool orders_graphs() const override { return group_.orders_graphs(); }
+    void retire() override { group_.retire(); }
+    void reset() override {
+        const auto lock = exclusive_call_.enter();
+        group_.reset();
+        call_ = 0;
+    }
+
+  private:
+    template <class Args>
+    static void number(std::vector<Args>& args, uint64_t call) {
+        for (Args& a : args) a.call = call;
+    }
+
+    std::vector<Layout::Totals> wait_for_counts(const std::vector<FusedDispatchArgs>& args,
+                                                const std::vector<DispatchArgs>& ahead,
+                                                void* stream) {
+        const auto look_around = [&] {
+            const pybind11::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() != 0) {
+                group_.abort(Outcome::Interrupted, "");
+                throw pybind11::error_already_set();
+            }
+            if (!watch.is_none()) watch();
+        };
+        return group_.notify_and_wait(notify_args(args), stream, look_around, ahead);
+    }
+
+    CudaGroup<FabricParams> group_;
+    ExclusiveCall exclusive_call_;
+    uint64_t call_ = 0;
+};
+
+template <class FabricParams>
+class CudaLowLatencyLauncher : public LowLatencyLauncher {
+  public:
+    CudaLowLatencyLauncher(const CudaGroup<FabricParams>& group, const LowLatencyHeap& heap,
+                           const FabricParams& fabric, const std::vector<char*>& own_heaps,
+                           int blocks)
+        : ranks_(group, heap, fabric, own_heaps, blocks) {}
+
+    Counted launch(Phase phase, AllArgs args, void* stream) override {
+        if (const auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
+            ranks_.dispatch(halves(phase), *dispatches, stream);
+        } else {
+            const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
+            ranks_.combine(halves(phase), combines, dtype_of(combines), stream);
+        }
+        return {};
+    }
+    const LowLatencyHeap& heap() const override { return ranks_.heap(); }
+    const std::vector<int>& ranks() const override { return ranks_.ranks(); }
+    int warps() const override { return ranks_.warps(); }
+    void reset() override { ranks_.reset(); }
+
+  private:
+    CudaLowLatency<FabricParams> ranks_;
+};
+
+// The group of a launcher over this fabric.
+template <class FabricParams>
+const CudaGroup<FabricParams>& group_of(const RankLauncher& launcher) {
+    return dynamic_cast<const CudaLauncher<FabricParams>&>(launcher).group();
+}
+
+}  // namespace ep

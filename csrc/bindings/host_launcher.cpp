@@ -1,0 +1,204 @@
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "bindings/launcher.h"
+#include "bindings/module.h"
+#include "fabric/shared_memory.h"
+#include "launch/host/group.h"
+#include "launch/host/low_latency.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// Asks Python, now and then, whether Ctrl-C was pressed. Python's error then is KeyboardInterrupt.
+class SignalCheck {
+  public:
+    bool operator()() {
+        const auto now = std::chrono::steady_clock::now();
+        if (now < next_) return false;
+        next_ = now + std::chrono::milliseconds(50);
+        py::gil_scoped_acquire gil;
+        return PyErr_CheckSignals() != 0;
+    }
+
+  private:
+    std::chrono::steady_clock::time_point next_ =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+};
+
+std::vector<char*> data_of(const std::vector<Segment*>& segments) {
+    std::vector<char*> data;
+    for (const Segment* segment : segments) data.push_back(segment->data());
+    return data;
+}
+
+class HostLauncher : public RankLauncher {
+  public:
+    HostLauncher(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
+                 const Schedule& schedule, double timeout, SoftwareNic* nic)
+        : group_(heap, std::move(ranks), data_of(segments), schedule,
+                 std::chrono::duration<double>(timeout), nic) {}
+
+    // The host knows the counts of a fused dispatch, too.
+    Counted launch(Phase phase, AllArgs args, void*) override {
+        const auto lock = exclusive_call_.enter();
+        if (phase == Phase::Combine) {
+            auto& all = std::get<std::vector<CombineArgs>>(args);
+            number(all);
+            timed(
+                [&](const auto& interrupted) { group_.combine(all, dtype_of(all), interrupted); });
+            return {};
+        }
+        auto& all = std::get<std::vector<FusedDispatchArgs>>(args);
+        Counted counted;
+        if (phase != Phase::Dispatch && phase != Phase::DispatchAgain) {
+            counted.totals = notify(all);
+            const Layout::Totals& first = counted.totals.front();
+            counted.fits = phase == Phase::DispatchAhead && all.front().guessed_right(first);
+            const bool goes_on = counted.fits || phase == Phase::FusedDispatch;
+            if (!goes_on || first.bad_token || aborted()) return counted;
+        }
+        number(all);
+        timed([&](const auto& interrupted) {
+            group_.dispatch({all.begin(), all.end()}, interrupted);
+        });
+        return counted;
+    }
+    // A launch of what shares the group's threads.
+    template <class F>
+    void launch_alone(F&& f) {
+        const auto lock = exclusive_call_.enter();
+        timed(f);
+    }
+
+    const Heap& heap() const override { return group_.heap(); }
+    const std::vector<int>& ranks() const override { return group_.ranks(); }
+    HostGroup& group() { return group_; }
+    uint64_t aborted() const override {
+        for (size_t i = 0; i < ranks().size(); ++i) {
+            const uint64_t word = group_.state(i).abort_word().load(std::memory_order_acquire);
+            if (word) return word;
+        }
+        return 0;
+    }
+    const ControlBlock& report(size_t index) const override { return *group_.state(index).control; }
+    void show_ranks(const std::function<void(int, const ControlBlock&)>& show) override {
+        const auto& blocks = group_.state(0).everyone;
+        for (size_t rank = 0; rank < blocks.size(); ++rank)
+            show(static_cast<int>(rank), *blocks[rank]);
+    }
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override {
+        return group_.waited(index);
+    }
+    void abort(Outcome outcome, const std::string& reason) override {
+        group_.abort(outcome, reason);
+    }
+    bool finished() const override { return group_.finished(); }
+    double seconds() const override { return seconds_.count(); }
+    void reset() override {
+        const auto lock = exclusive_call_.enter();
+        group_.reset();
+        epoch_ = call_ = 0;
+    }
+
+  private:
+    template <class Args>
+    void number(std::vector<Args>& args) {
+        ++call_;
+        for (Args& a : args) a.call = call_;
+    }
+
+    std::vector<Layout::Totals> notify(const std::vector<FusedDispatchArgs>& dispatches) {
+        std::vector<NotifyArgs> args;
+        ++epoch_;
+        for (const FusedDispatchArgs& dispatch : dispatches) {
+            args.push_back(dispatch.notify(epoch_));
+            args.back().layout.totals() = {};
+        }
+        timed([&](const auto& interrupted) { group_.notify(args, interrupted); });
+        std::vector<Layout::Totals> totals;
+        for (const NotifyArgs& a : args) totals.push_back(a.layout.totals());
+        return totals;
+    }
+
+    template <class F>
+    void timed(F&& f) {
+        const auto start = std::chrono::steady_clock::now();
+        SignalCheck check;
+        f(std::function<bool()>(std::ref(check)));
+        seconds_ += std::chrono::steady_clock::now() - start;
+    }
+
+    HostGroup group_;
+    ExclusiveCall exclusive_call_;
+    uint64_t epoch_ = 0;
+    uint64_t call_ = 0;
+    std::chrono::duration<double> seconds_{0};
+};
+
+class HostLowLatencyLauncher : public LowLatencyLauncher {
+  public:
+    HostLowLatencyLauncher(HostLauncher& launcher, const LowLatencyHeap& heap,
+                           const std::vector<Segment*>& segments, int warps)
+        : launcher_(launcher), ranks_(launcher.group(), heap, data_of(segments), warps) {}
+
+    Counted launch(Phase phase, AllArgs args, void*) override {
+        const LowLatencyLaunches launches = halves(phase);
+        const bool sends = launches != LowLatencyLaunches::Receive;
+        const bool receives = launches != LowLatencyLaunches::Send;
+        launcher_.launch_alone([&](const auto& interrupted) {
+            if (const auto* all = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
+                if (sends) ranks_.dispatch_send(*all, interrupted);
+                if (receives) ranks_.dispatch_receive(*all, interrupted);
+            } else {
+                const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
+                if (sends) ranks_.combine_send(combines, dtype_of(combines), interrupted);
+                if (receives) ranks_.combine_receive(combines, dtype_of(combines), interrupted);
+            }
+        });
+        return {};
+    }
+    const LowLatencyHeap& heap() const override { return ranks_.heap(); }
+    const std::vector<int>& ranks() const override { return ranks_.group().ranks(); }
+    int warps() const override { return ranks_.warps(); }
+    void reset() override { ranks_.reset(); }
+
+  private:
+    HostLauncher& launcher_;
+    HostLowLatency ranks_;
+};
+
+}  // namespace
+
+void bind_host_launcher(py::module_& m) {
+    m.def(
+        "host_group",
+        [](const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
+           int threads, std::optional<uint64_t> seed, uint64_t lost_signal,
+           const std::pair<int, uint64_t>& stalled, double timeout,
+           SoftwareNic* nic) -> std::unique_ptr<RankLauncher> {
+            const Schedule schedule{threads, seed, lost_signal, {stalled.first, stalled.second}};
+            return std::make_unique<HostLauncher>(heap, std::move(ranks), segments, schedule,
+                                                  timeout, nic);
+        },
+        py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"), py::arg("threads"),
+        py::arg("seed"), py::arg("lost_signal"), py::arg("stalled"), py::arg("timeout"),
+        py::arg("nic") = nullptr, py::keep_alive<0, 3>(), py::keep_alive<0, 9>());
+    m.def(
+        "host_low_latency",
+        [](RankLauncher& launcher, const LowLatencyHeap& heap,
+           const std::vector<Segment*>& segments,
+           int warps) -> std::unique_ptr<LowLatencyLauncher> {
+            return std::make_unique<HostLowLatencyLauncher>(dynamic_cast<HostLauncher&>(launcher),
+                                                            heap, segments, warps);
+        },
+        py::kw_only(), py::arg("group"), py::arg("heap"), py::arg("segments"), py::arg("warps"),
+        py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
+}
+
+}  // namespace ep

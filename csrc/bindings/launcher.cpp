@@ -1,0 +1,376 @@
+#include "bindings/launcher.h"
+
+#include <pybind11/stl.h>
+
+#include <new>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+
+#include "bindings/incidents.h"
+#include "bindings/module.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// How members of arguments are set, by their names in core/args.h and core/low_latency_args.h, to
+// numbers and addresses.
+template <class Args>
+using Setter = void (*)(Args&, uint64_t);
+template <class Args>
+using Setters = std::unordered_map<std::string_view, Setter<Args>>;
+
+template <class Args, auto... kPath>
+void set(Args& args, uint64_t value) {
+    auto& member = (args.*....*kPath);
+    using Member = std::remove_reference_t<decltype(member)>;
+    if constexpr (std::is_pointer_v<Member>) {
+        member = reinterpret_cast<Member>(value);
+    } else {
+        member = static_cast<Member>(value);
+    }
+}
+
+// Where a layout's parts lie depends on it.
+template <class Args>
+void set_tokens(Args& a, uint64_t tokens) {
+    const Layout before = a.layout;
+    a.layout = {a.heap.topology,    static_cast<int>(tokens), a.format.topk,
+                a.heap.num_experts, a.heap.channels,          before.data};
+    a.layout.is_planned = before.is_planned;
+}
+
+template <int kIndex>
+void set_bias(CombineArgs& args, uint64_t address) {
+    args.bias[kIndex] = reinterpret_cast<const char*>(address);
+}
+
+template <class A>
+Setters<A> with_transfer(Setters<A> setters) {
+    setters.merge(Setters<A>{
+        {"num_tokens", set_tokens<A>},
+        {"layout", set<A, &A::layout, &Layout::data>},
+        {"is_planned", set<A, &A::layout, &Layout::is_planned>},
+        {"nvl_batch", set<A, &A::nvl_batch>},
+        {"rdma_chunk", set<A, &A::rdma_chunk>},
+        {"dst_rows", set<A, &A::dst_rows>},
+        {"rail_experts", set<A, &A::rail_experts>},
+        {"max_received", set<A, &A::max_received>},
+        {"max_rail", set<A, &A::max_rail>},
+        {"max_rows", set<A, &A::max_rows>},
+        {"is_flat", set<A, &A::is_flat>},
+        {"handle_age", set<A, &A::handle_age>},
+    });
+    return setters;
+}
+
+template <class A>
+Setters<A> with_low_latency(Setters<A> setters) {
+    using Mask = LowLatencyMask;
+    setters.merge(Setters<A>{
+        {"layout", set<A, &A::layout, &LowLatencyLayout::data>},
+        {"num_tokens", set<A, &A::num_tokens>},
+        {"call", set<A, &A::call>},
+        {"max_rows", set<A, &A::max_rows>},
+        {"recv_wait_ns", set<A, &A::recv_wait_ns>},
+        {"active", set<A, &A::mask, &Mask::active>},
+        {"shown", set<A, &A::mask, &Mask::shown>},
+        {"dropped", set<A, &A::mask, &Mask::dropped>},
+        {"required", set<A, &A::mask, &Mask::required>},
+        {"slice_ns", set<A, &A::mask, &Mask::slice_ns>},
+        {"silent_slices", set<A, &A::mask, &Mask::silent_slices>},
+        {"max_slices", set<A, &A::mask, &Mask::max_slices>},
+    });
+    return setters;
+}
+
+const auto& setters_of(const FusedDispatchArgs&) {
+    using A = FusedDispatchArgs;
+    static const auto setters = with_transfer<A>({
+        {"fills_tables", set<A, &A::fills_tables>},
+        {"x", set<A, &A::x>},
+        {"scales", set<A, &A::scales>},
+        {"weights", set<A, &A::weights>},
+        {"recv_x", set<A, &A::recv_x>},
+        {"recv_scales", set<A, &A::recv_scales>},
+        {"recv_weights", set<A, &A::recv_weights>},
+        {"has_intra_rank_pass", set<A, &A::has_intra_rank_pass>},
+        {"clears_end", set<A, &A::clears_end>},
+        {"has_all_weights", set<A, &A::has_all_weights>},
+        {"source_tokens", set<A, &A::source_tokens>},
+        {"is_ahead", set<A, &A::is_ahead>},
+        {"min_rows", set<A, &A::min_rows>},
+        {"topk_idx", set<A, &A::topk_idx>},
+        {"index_bytes", set<A, &A::index_bytes>},
+        {"expert_alignment", set<A, &A::expert_alignment>},
+        {"expert_capacity", set<A, &A::expert_capacity>},
+        {"tokens_per_expert", set<A, &A::tokens_per_expert>},
+        {"allows_repeats", set<A, &A::allows_repeats>},
+    });
+    return setters;
+}
+
+const auto& setters_of(const CombineArgs&) {
+    using A = CombineArgs;
+    static const auto setters = with_transfer<A>({
+        {"is_weighted", set<A, &A::is_weighted>},
+        {"x", set<A, &A::x>},
+        {"weights", set<A, &A::weights>},
+        {"y", set<A, &A::y>},
+        {"y_weights", set<A, &A::y_weights>},
+        {"row_weights", set<A, &A::row_weights>},
+        {"sums", set<A, &A::sums>},
+        {"bias", set_bias<0>},
+        {"second_bias", set_bias<1>},
+    });
+    return setters;
+}
+
+const auto& setters_of(const LowLatencyDispatchArgs&) {
+    using A = LowLatencyDispatchArgs;
+    static const auto setters = with_low_latency<A>({
+        {"topk_idx", set<A, &A::topk_idx>},
+        {"index_bytes", set<A, &A::index_bytes>},
+        {"expert_alignment", set<A, &A::expert_alignment>},
+        {"expert_rows", set<A, &A::expert_rows>},
+        {"x", set<A, &A::x>},
+        {"scales", set<A, &A::scales>},
+        {"weights", set<A, &A::weights>},
+        {"recv_x", set<A, &A::recv_x>},
+        {"recv_scales", set<A, &A::recv_scales>},
+        {"recv_weights", set<A, &A::recv_weights>},
+        {"quantize", set<A, &A::quantize>},
+        {"scale_column", set<A, &A::scale_column>},
+        {"recv_rows", set<A, &A::recv_rows>},
+    });
+    return setters;
+}
+
+const auto& setters_of(const LowLatencyCombineArgs&) {
+    using A = LowLatencyCombineArgs;
+    static const auto setters = with_low_latency<A>({
+        {"x", set<A, &A::x>},
+        {"values", set<A, &A::values>},
+        {"y", set<A, &A::y>},
+        {"y_values", set<A, &A::y_values>},
+        {"sum_at_expert", set<A, &A::sum_at_expert>},
+        {"row_weights", set<A, &A::row_weights>},
+        {"token_weights", set<A, &A::token_weights>},
+        {"renormalize", set<A, &A::renormalize>},
+    });
+    return setters;
+}
+
+template <class Args>
+Setter<Args> setter_of(const std::string& name) {
+    const auto& setters = setters_of(Args{});
+    const auto found = setters.find(name);
+    if (found == setters.end()) throw py::key_error(name);
+    return found->second;
+}
+
+uint64_t number(PyObject* value) {
+    const uint64_t n = PyLong_AsUnsignedLongLong(value);
+    if (n == ~uint64_t{0} && PyErr_Occurred()) throw py::error_already_set();
+    return n;
+}
+
+// Everything about a call but what each launch gives: `given` members, of one rank after the other.
+template <class Args>
+struct CallOf {
+    std::vector<Args> args;
+    std::vector<Setter<Args>> given;
+
+    AllArgs with(PyObject* const* values, size_t count) const {
+        const size_t open = args.size() * given.size();
+        if (count != open)
+            throw py::value_error(std::to_string(count) + " members are given, must be " +
+                                  std::to_string(open));
+        auto filled = args;
+        for (Args& a : filled) {
+            for (const Setter<Args> setter : given) setter(a, number(*values++));
+        }
+        return filled;
+    }
+};
+struct Call {
+    std::variant<CallOf<FusedDispatchArgs>, CallOf<CombineArgs>, CallOf<LowLatencyDispatchArgs>,
+                 CallOf<LowLatencyCombineArgs>>
+        of;
+};
+
+Call make_call(AllArgs blank, const std::vector<py::dict>& members,
+               const std::vector<std::string>& given) {
+    return std::visit(
+        [&]<class Args>(std::vector<Args>& args) {
+            if (members.size() != args.size())
+                throw py::value_error("members of " + std::to_string(members.size()) +
+                                      " ranks, must be of " + std::to_string(args.size()) +
+                                      " ranks");
+            CallOf<Args> call{std::move(args), {}};
+            for (const std::string& name : given) call.given.push_back(setter_of<Args>(name));
+            for (size_t i = 0; i < members.size(); ++i) {
+                for (const auto& [name, value] : members[i])
+                    setter_of<Args>(py::cast<std::string>(name))(call.args[i], number(value.ptr()));
+            }
+            return Call{std::move(call)};
+        },
+        blank);
+}
+
+// Each call of the package passes here: pybind11's own functions take longer.
+PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) try {
+    if (count < 3) throw py::type_error("launch takes a call, a phase, a stream and members");
+    auto& launcher = py::cast<Launcher&>(py::handle(self));
+    const auto& call = py::cast<const Call&>(py::handle(arguments[0]));
+    const auto phase = static_cast<Phase>(number(arguments[1]));
+    auto* stream = reinterpret_cast<void*>(number(arguments[2]));
+    AllArgs args = std::visit(
+        [&](const auto& of) { return of.with(arguments + 3, static_cast<size_t>(count - 3)); },
+        call.of);
+    Counted counted;
+    {
+        const py::gil_scoped_release release;
+        counted = launcher.launch(phase, std::move(args), stream);
+    }
+    if (PyErr_Occurred()) return nullptr;
+    if (counted.totals.empty()) Py_RETURN_NONE;
+    return py::make_tuple(counted.totals, counted.fits).release().ptr();
+} catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+} catch (const py::builtin_exception& error) {
+    error.set_error();
+    return nullptr;
+} catch (const std::bad_alloc& error) {
+    return PyErr_NoMemory();
+} catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+} catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+}
+
+PyMethodDef launch_method = {
+    "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
+    "launch(self, call, phase, stream, *given)\n\n"
+    "Launches a phase of a call. Returns the totals of each rank, if the host waits for them, and "
+    "whether a dispatch ahead of them had the right room."};
+
+void bind_phase(py::module_& m) {
+    py::enum_<Phase>(m, "Phase", "What a launch does of a call.")
+        .value("notify", Phase::Notify)
+        .value("dispatch", Phase::Dispatch)
+        .value("fused_dispatch", Phase::FusedDispatch)
+        .value("dispatch_ahead", Phase::DispatchAhead)
+        .value("dispatch_again", Phase::DispatchAgain)
+        .value("combine", Phase::Combine)
+        .value("send", Phase::Send)
+        .value("receive", Phase::Receive)
+        .value("send_and_receive", Phase::SendAndReceive);
+}
+
+void bind_rank_launcher(py::module_& m) {
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    py::class_<RankLauncher, Launcher>(
+        m, "Group", "The normal mode of a buffer's ranks that live in this process.")
+        .def_readwrite("watch", &RankLauncher::watch,
+                       "Called now and then while a GPU's counts are waited for: what it raises "
+                       "ends the wait.")
+        .def(
+            "aborted", [](const RankLauncher& r) { return first_reason(r.aborted()); },
+            "(outcome, rank) of the rank that gave up first, as far as this process has been told, "
+            "or None.")
+        .def("incidents",
+             [](const RankLauncher& r) {
+                 std::vector<py::dict> all;
+                 for (size_t i = 0; i < r.ranks().size(); ++i) {
+                     const auto own = incidents_of(r.report(i));
+                     all.insert(all.end(), own.begin(), own.end());
+                 }
+                 return all;
+             })
+        .def(
+            "rank_statuses",
+            [](RankLauncher& r) {
+                std::vector<py::dict> all;
+                r.show_ranks([&](int rank, const ControlBlock& block) {
+                    all.push_back(rank_status_of(rank, block));
+                });
+                return all;
+            },
+            "Of all ranks in reach.")
+        .def(
+            "waited",
+            [](const RankLauncher& r) {
+                std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> all;
+                for (size_t i = 0; i < r.ranks().size(); ++i) all.push_back(r.waited(i));
+                return all;
+            },
+            release, "Of each rank of this process: [world], ns, in the last call and in all.")
+        .def(
+            "abort",
+            [](RankLauncher& r, bool interrupted, bool failed, const std::string& reason) {
+                r.abort(outcome_of(interrupted, failed), reason);
+            },
+            py::kw_only(), py::arg("interrupted"), py::arg("failed"), py::arg("reason"), release)
+        .def("finished", &RankLauncher::finished)
+        .def_property_readonly("seconds", &RankLauncher::seconds)
+        .def("listen", &RankLauncher::listen, release,
+             "Afterwards aborted() knows also of those who gave up while no kernel of this process "
+             "ran.")
+        .def("drain", &RankLauncher::drain, release)
+        .def(
+            "note_capture",
+            [](RankLauncher& r, uintptr_t stream) {
+                r.note_capture(reinterpret_cast<void*>(stream));
+            },
+            py::arg("stream"), "Before launches on a stream that is being captured.")
+        .def("graphs", &RankLauncher::graphs,
+             "How many CUDA graphs may replay these launches, whose memory must stay as long.")
+        .def("orders_graphs", &RankLauncher::orders_graphs,
+             "Whether combine may have an intra-rank pass in a graph: drivers before CUDA 12.3 do "
+             "not know the event that it needs.")
+        .def("retire", &RankLauncher::retire, release,
+             "Once all launches are done: those that are replayed from now on only fill their "
+             "outputs with what nobody can take for data.");
+}
+
+}  // namespace
+
+void bind_launcher(py::module_& m) {
+    bind_phase(m);
+    py::class_<Call>(m, "Call", "Everything about a call but what each launch gives.");
+    py::class_<Launcher> launcher(m, "Launcher", "Launches calls on the ranks of this process.");
+    launcher
+        .def(
+            "dispatch",
+            [](const Launcher& l, const RowFormat& format, const std::vector<py::dict>& members,
+               const std::vector<std::string>& given) {
+                return make_call(l.dispatch_args(format), members, given);
+            },
+            py::arg("format"), py::arg("members"), py::arg("given") = std::vector<std::string>(),
+            "members: of each rank, by their names in the kernel's arguments; the rest is 0.")
+        .def(
+            "combine",
+            [](const Launcher& l, const RowFormat& format, const std::vector<py::dict>& members,
+               const std::vector<std::string>& given) {
+                return make_call(l.combine_args(format), members, given);
+            },
+            py::arg("format"), py::arg("members"), py::arg("given") = std::vector<std::string>())
+        .def("reset", &Launcher::reset, py::call_guard<py::gil_scoped_release>());
+    auto* type = reinterpret_cast<PyTypeObject*>(launcher.ptr());
+    launcher.attr("launch") =
+        py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &launch_method));
+    bind_rank_launcher(m);
+    py::class_<LowLatencyLauncher, Launcher>(
+        m, "LowLatencyGroup", "The low-latency mode of a buffer's ranks in this process.")
+        .def_property_readonly("warps", &LowLatencyLauncher::warps);
+}
+
+}  // namespace ep

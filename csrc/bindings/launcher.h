@@ -1,0 +1,156 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "core/args.h"
+#include "core/dtypes.h"
+#include "core/incident.h"
+#include "core/low_latency_args.h"
+
+namespace ep {
+
+// What a launch does of a call. The last three are of the low-latency mode.
+enum class Phase : int {
+    Notify,         // exchanges counts and waits for them
+    Dispatch,       // once the host knows the counts
+    FusedDispatch,  // both, for a host that learns no counts
+    DispatchAhead,  // both, into room for as many rows as are expected; the host waits for counts
+    DispatchAgain,  // after a launch ahead that did nothing
+    Combine,
+    Send,
+    Receive,
+    SendAndReceive,
+};
+
+inline LowLatencyLaunches halves(Phase phase) {
+    const int half = static_cast<int>(phase) - static_cast<int>(Phase::Send);
+    if (half < 0) throw std::invalid_argument("a phase of the normal mode");
+    return static_cast<LowLatencyLaunches>(half);
+}
+
+// The kernels' arguments of a call, of each rank of this process.
+using AllArgs =
+    std::variant<std::vector<FusedDispatchArgs>, std::vector<CombineArgs>,
+                 std::vector<LowLatencyDispatchArgs>, std::vector<LowLatencyCombineArgs>>;
+
+template <class Args>
+DType dtype_of(const std::vector<Args>& args) {
+    return static_cast<DType>(args.front().format.payload_type);
+}
+
+// What the host hears of a call whose counts it has waited for.
+struct Counted {
+    std::vector<Layout::Totals> totals;  // of each rank; empty if it does not wait
+    bool fits = false;                   // a dispatch ahead had the right room
+};
+
+// For the launches of a buffer: two at once would share its rings.
+class ExclusiveCall {
+  public:
+    // Throws std::runtime_error while another thread has what this returned.
+    std::unique_lock<std::mutex> enter() {
+        std::unique_lock lock(busy_, std::try_to_lock);
+        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
+        return lock;
+    }
+
+  private:
+    std::mutex busy_;
+};
+
+// Launches the calls of one mode on the ranks of this process.
+class Launcher {
+  public:
+    virtual ~Launcher() = default;
+    // Those of a call whose rows have this format, without tensors.
+    virtual AllArgs dispatch_args(const RowFormat& format) const = 0;
+    virtual AllArgs combine_args(const RowFormat& format) const = 0;
+    // Is called without Python's lock. stream: null on the host.
+    virtual Counted launch(Phase phase, AllArgs args, void* stream) = 0;
+    virtual void reset() = 0;
+};
+
+// The normal mode, and what becomes of a buffer's launches. What is said of a GPU alone does
+// nothing on the host.
+class RankLauncher : public Launcher {
+  public:
+    AllArgs dispatch_args(const RowFormat& format) const override {
+        return blank<FusedDispatchArgs>(format);
+    }
+    AllArgs combine_args(const RowFormat& format) const override {
+        auto args = blank<CombineArgs>(format);
+        for (CombineArgs& a : args) a.is_combine = true;
+        return args;
+    }
+    virtual const Heap& heap() const = 0;
+    virtual const std::vector<int>& ranks() const = 0;
+    // Of the rank that gave up first, as far as this process has heard; 0: none has.
+    virtual uint64_t aborted() const = 0;
+    virtual const ControlBlock& report(size_t index) const = 0;
+    // Shows those of all ranks in reach.
+    virtual void show_ranks(const std::function<void(int, const ControlBlock&)>& show) = 0;
+    // [world] of nanoseconds: in the last call and in all.
+    virtual std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const = 0;
+    virtual void abort(Outcome outcome, const std::string& reason) = 0;
+
+    // On the host: whether the last launch did all its work, and the seconds inside launches.
+    virtual bool finished() const { return false; }
+    virtual double seconds() const { return 0; }
+    // On a GPU: see CudaGroup.
+    virtual void listen() {}
+    virtual void drain() {}
+    virtual void note_capture(void*) {}
+    virtual int graphs() const { return 0; }
+    virtual bool orders_graphs() const { return true; }
+    virtual void retire() {}
+
+    pybind11::object watch = pybind11::none();  // called while counts are waited for, may raise
+
+  private:
+    template <class Args>
+    std::vector<Args> blank(const RowFormat& format) const {
+        std::vector<Args> args(ranks().size());
+        for (size_t i = 0; i < args.size(); ++i) {
+            args[i].rank = ranks()[i];
+            args[i].heap = heap();
+            args[i].format = format;
+        }
+        return args;
+    }
+};
+
+class LowLatencyLauncher : public Launcher {
+  public:
+    AllArgs dispatch_args(const RowFormat& format) const override {
+        return blank<LowLatencyDispatchArgs>(format);
+    }
+    AllArgs combine_args(const RowFormat& format) const override {
+        return blank<LowLatencyCombineArgs>(format);
+    }
+    virtual const LowLatencyHeap& heap() const = 0;
+    virtual const std::vector<int>& ranks() const = 0;
+    virtual int warps() const = 0;  // of a launch
+
+  private:
+    template <class Args>
+    std::vector<Args> blank(const RowFormat& format) const {
+        std::vector<Args> args(ranks().size());
+        for (size_t i = 0; i < args.size(); ++i) {
+            args[i].rank = ranks()[i];
+            args[i].heap = heap();
+            args[i].layout = LowLatencyLayout(heap(), format.topk, warps(), nullptr);
+            args[i].format = format;
+        }
+        return args;
+    }
+};
+
+}  // namespace ep

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ep {
+
+// Each binds what its file names.
+void bind_heaps(pybind11::module_& m);
+void bind_host_launcher(pybind11::module_& m);
+void bind_launcher(pybind11::module_& m);
+void bind_low_latency(pybind11::module_& m);
+void bind_memory(pybind11::module_& m);
+void bind_network_load(pybind11::module_& m);
+void bind_plan(pybind11::module_& m);
+void bind_router(pybind11::module_& m);
+void bind_verbs(pybind11::module_& m);
+// With CUDA.
+void bind_cuda(pybind11::module_& m);
+void bind_queue(pybind11::module_& m);
+
+}  // namespace ep

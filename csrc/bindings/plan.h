@@ -1,9 +1,0 @@
-#pragma once
-
-#include <pybind11/pybind11.h>
-
-namespace ep {
-
-void bind_plan(pybind11::module_& m);
-
-}  // namespace ep

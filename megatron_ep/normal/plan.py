@@ -1,0 +1,551 @@
+"""Dispatches and combines of a process with one rank, prepared: a call adds addresses, and counts where they vary.
+
+A plan is everything else about a call, kept by what its tensors and settings are: a model makes the same calls again.
+Arguments were checked before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import Backend, Members, RowCounts
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.config import Topology
+from megatron_ep.normal import row_counts
+from megatron_ep.normal.handle import Handle, RankHandle
+
+Tensor = torch.Tensor
+
+# Rows after which an NVLink ring's flag is published even if nobody waits for it. Not measured against other numbers.
+NVL_BATCH = 8
+# The largest ratio of the memory that combine's intra-rank pass takes (a sum for each row that may arrive) to the bytes
+# that it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7
+# on 32. With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more
+# than 5.
+MAX_SUM_BYTES = 5
+LINE = 32  # int32 of 128 bytes: a table begins at a multiple of it
+
+NOTIFY, DISPATCH, FUSED, AHEAD, AGAIN, COMBINE = map(
+    int,
+    (
+        _C.Phase.notify,
+        _C.Phase.dispatch,
+        _C.Phase.fused_dispatch,
+        _C.Phase.dispatch_ahead,
+        _C.Phase.dispatch_again,
+        _C.Phase.combine,
+    ),
+)
+
+# What the launch of a plan gives, in this order: members of the kernels' arguments, csrc/core/args.h.
+DISPATCH_GIVEN = (
+    *("topk_idx", "tokens_per_expert", "layout"),  # an exchange of counts needs no others
+    *("x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
+    *("dst_rows", "rail_experts", "source_tokens", "max_rows", "max_received", "max_rail"),
+    *("has_intra_rank_pass", "min_rows", "is_ahead", "fills_tables", "handle_age"),
+)
+LAYOUT = DISPATCH_GIVEN.index("layout")
+COMBINE_GIVEN = (
+    *("layout", "x", "weights", "row_weights", "y", "y_weights", "sums", "bias", "second_bias"),
+    *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "handle_age"),
+)
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
+
+
+def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, weights: Tensor | None) -> _C.RowFormat:
+    """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
+    of_scales = None if scales is None else (scales.dtype, scales.shape[1])
+    looks = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights.dtype)
+    known: _C.RowFormat | None = group.known_calls.get(looks)
+    if known is not None:
+        return known
+    row = _C.RowFormat(
+        payload_bytes=x.shape[1] * x.element_size(),
+        scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
+        weight_bytes=0 if weights is None else weights.element_size(),
+        topk=topk,
+        payload_type=PAYLOAD_TYPES[x.dtype],
+    )
+    min_bytes = row.slot_bytes
+    for name, ring_bytes in group.ring_bytes.items():
+        if ring_bytes < min_bytes:
+            given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
+            raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
+    group.known_calls.add(looks, row)
+    return row
+
+
+def members_of(handle: Handle, row: _C.RowFormat, num_tokens: int) -> Members:
+    """What dispatches and combines of a rank have in common."""
+    group = handle.group
+    # Half a ring: then both of its ends can work at once.
+    batch = 1 << max(0, row.slots(group.heap.nvl_ring_bytes).bit_length() - 2)
+    return {
+        "num_tokens": num_tokens,
+        "nvl_batch": min(NVL_BATCH, batch),
+        "rdma_chunk": group.config.tuning.rdma_chunk_tokens,
+        "is_flat": handle.is_flat,
+        "is_planned": is_planned(handle),
+    }
+
+
+def is_planned(handle: Handle) -> bool:
+    """Whether the layout was made by a plan of sequences."""
+    return handle.request is None and handle.ranks[0].own_rows is not None
+
+
+def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, given: Sequence[str]) -> Any:
+    """Of a process with one rank; with several their members are put together."""
+    return make(row, [members], given) if len(group.ranks) == 1 else None
+
+
+def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> list[int]:
+    """Of an exchange of counts."""
+    addresses = [ids.data_ptr(), told.data_ptr(), layout.data_ptr()]
+    return addresses + [0] * (len(DISPATCH_GIVEN) - len(addresses))
+
+
+class DispatchPlan:
+    """A dispatch with such tensors of one rank, from scratch or with a handle.
+
+    members: those that no launch gives. room: what there is for a host that does not ask for counts.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        x: Tensor,
+        scales: Tensor | None,
+        weights: Tensor | None,
+        *,
+        clears_end: bool,
+        all_weights: bool,
+    ):
+        group, topk, is_flat, request = handle.group, handle.topk, handle.is_flat, handle.request
+        self.topk, self.is_flat, self.device = topk, is_flat, group.device
+        self.request: Any = request
+        self.room: Any = None
+        self.row = format_of(group, topk, x, scales, weights)
+        self.hidden, self.dtype, self.num_tokens = x.shape[1], x.dtype, x.shape[0]
+        self.scale_type = None if scales is None else (scales.shape[1], scales.dtype)
+        self.weight_dtype = None if weights is None else weights.dtype
+        self.pass_rows = math.inf if is_flat else least_for_pass(group, self.row)
+        self.members = members_of(handle, self.row, self.num_tokens)
+        self.members |= {"clears_end": clears_end, "has_all_weights": all_weights}
+        if request is not None:
+            self.members |= request.members(handle.topk_idx[0])
+            self.layout_size = group.heap.layout_size(self.num_tokens, topk)
+            self.waits = request.max_recv_tokens is None
+            self.is_counted = self.waits or group.live_backend().host_knows_counts  # before rows are launched
+            if not self.waits:
+                self.room = row_counts.most(group, request, self.num_tokens)
+        self.call = call_of(group.live_backend().group.dispatch, group, self.row, self.members, DISPATCH_GIVEN)
+
+    def tensors(
+        self, handle: Handle, ids: Tensor | None, scales: Tensor | None, x: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Rows, and weights and scales if there are any. As `run`."""
+        try:
+            rows, out_scales, probs = self.run(handle, ids, x, scales, weights)
+        except BaseException as error:
+            handle.group.abort_peers(error)
+            raise
+        if out_scales is None:
+            return (rows,) if probs is None else (rows, probs)
+        return (rows, out_scales) if probs is None else (rows, probs, out_scales)
+
+    def run(
+        self, handle: Handle, ids: Tensor | None, x: Tensor, scales: Tensor | None, weights: Tensor | None
+    ) -> Outputs:
+        """Returns rows, scales and weights of rows. ids: None with a handle; else gives the handle its rank."""
+        group = handle.group
+        backend = group.live_backend()
+        if ids is not None and self.is_counted:
+            outputs = self._run_counted(handle, backend, ids, x, scales, weights)
+        else:
+            phase = DISPATCH
+            if ids is not None:
+                told = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
+                phase, handle.ranks = FUSED, [self.new_rank(backend, self.room, None, told)]
+            outputs, given = self.arguments(handle, backend, handle.ranks[0], ids, x, scales, weights)
+            backend.launch(backend.group, self.call, phase, *given)
+            group.calls.note("dispatch", given[LAYOUT])
+        if backend.aborted() is not None:
+            group.raise_if_aborted()
+        return outputs
+
+    def _run_counted(
+        self, handle: Handle, backend: Backend, ids: Tensor, x: Tensor, scales: Tensor | None, weights: Tensor | None
+    ) -> Outputs:
+        group, request, given = handle.group, self.request, (ids, x, scales, weights)
+        told, phase, layout = backend.new_counts(group.num_local_experts, wait=self.waits), DISPATCH, None
+        room = row_counts.expected(group, request, self.num_tokens, self.is_flat) if self.waits else None
+        if room is not None:
+            least = row_counts.least_rows(room)
+            try:
+                rank = self.new_rank(backend, room, None, told)
+                outputs, values = self.arguments(handle, backend, rank, *given, least=least, is_ahead=True)
+            except torch.cuda.OutOfMemoryError:  # for tensors of the right size there may be enough
+                room = None
+        if room is not None:
+            totals, fits = backend.launch(backend.group, self.call, AHEAD, *values)
+            counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
+            told = rank.tokens_per_expert = backend.taken_counts(told)
+            if fits:
+                group.calls.note("dispatch", values[LAYOUT])
+                rank.counts, handle.ranks = counts, [rank]
+                for tensor in outputs:
+                    if tensor is not None:
+                        tensor.resize_(counts.rows, *tensor.shape[1:])
+                return outputs
+            layout, phase = rank.layout, AGAIN
+            del rank, outputs  # a wrong guess: its memory is free for tensors of the right size
+        else:
+            layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
+            totals, _ = backend.launch(backend.group, self.call, NOTIFY, *counts_given(ids, told, layout))
+            counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
+            if self.waits:
+                told = backend.taken_counts(told)
+        rank = self.new_rank(backend, counts, layout, told)
+        outputs, values = self.arguments(handle, backend, rank, *given)
+        handle.ranks = [rank]
+        backend.launch(backend.group, self.call, phase, *values)
+        group.calls.note("dispatch", values[LAYOUT])
+        return outputs
+
+    def new_rank(self, backend: Backend, counts: RowCounts, layout: Tensor | None, told: Tensor) -> RankHandle:
+        """With tables for so many rows. layout: None where it is to lie before the tables."""
+        request, topk, made_on = self.request, self.topk, backend.current_stream()
+        _, _, received, rail = counts
+        if request.has_fixed_sizes:
+            sizes = ((received, topk), (rail, topk))
+            dst_rows, rail_experts = (torch.empty(*n, dtype=torch.int32, device=self.device) for n in sizes)
+            if layout is None:
+                layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
+            return RankHandle(topk, counts, layout, told, made_on, dst_rows=dst_rows, rail_experts=rail_experts)
+        first = 0 if layout is not None else -(-self.layout_size // LINE) * LINE
+        rail_starts = first + received * topk
+        size = source_starts = rail_starts + rail * topk
+        if request.keeps_source_tokens:
+            size += received
+        tables = torch.empty(size, dtype=torch.int32, device=self.device)
+        starts = (first, rail_starts, source_starts if request.keeps_source_tokens else None)
+        return RankHandle(topk, counts, tables if layout is None else layout, told, made_on, tables, starts)
+
+    def arguments(
+        self,
+        handle: Handle,
+        backend: Backend,
+        rank: RankHandle,
+        ids: Tensor | None,
+        x: Tensor,
+        scales: Tensor | None,
+        weights: Tensor | None,
+        *,
+        least: int = 0,
+        is_ahead: bool = False,
+    ) -> tuple[Outputs, tuple[int, ...]]:
+        """Returns outputs, and what a launch that fills them is given."""
+        if rank.made_on != backend.current_stream():
+            backend.keep_for_launch(rank.tensors(), rank.made_on)
+        _, rows, received, rail = rank.counts
+        out = backend.new_output((rows, self.hidden), self.dtype)
+        out_scales = out_weights = None
+        if self.scale_type is not None:
+            out_scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
+        if self.weight_dtype is not None:
+            if self.is_flat:
+                out_weights = torch.empty(rows, self.topk, dtype=self.weight_dtype, device=self.device)
+            else:
+                out_weights = torch.empty(rows, dtype=self.weight_dtype, device=self.device)
+        layout, dst_rows, rail_experts, source_tokens = rank.addresses()
+        fills, rank.has_tables = not rank.has_tables, True
+        if rank.own_rows is not None:  # those that stay on this rank are copied
+            passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
+        else:
+            passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
+        return (out, out_scales, out_weights), (
+            0 if ids is None else ids.data_ptr(),
+            0 if ids is None else rank.tokens_per_expert.data_ptr(),
+            layout,
+            x.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            out.data_ptr(),
+            0 if out_scales is None else out_scales.data_ptr(),
+            0 if out_weights is None else out_weights.data_ptr(),
+            dst_rows,
+            rail_experts,
+            source_tokens if fills else 0,
+            rows,
+            received,
+            rail,
+            passes,
+            least,
+            is_ahead,
+            fills,
+            handle.group.resets - handle.made_after_resets,
+        )
+
+
+class CombinePlan:
+    """A combine with such tensors of one rank: weights travel beside the rows, row_weights multiply them."""
+
+    def __init__(self, handle: Handle, rank: RankHandle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None):
+        group = handle.group
+        self.device, self.hidden, self.dtype = group.device, x.shape[1], x.dtype
+        self.topk, self.num_tokens = handle.topk, rank.counts.num_tokens
+        self.weight_dtype = None if weights is None else weights.dtype
+        self.row = format_of(group, handle.topk, x, None, weights)
+        sums_apart = not handle.is_flat and rank.own_rows is None
+        self.pass_rows = least_for_pass(group, self.row) if sums_apart else math.inf
+        self.members = members_of(handle, self.row, self.num_tokens)
+        self.members["is_weighted"] = row_weights is not None
+        self.call = call_of(group.live_backend().group.combine, group, self.row, self.members, COMBINE_GIVEN)
+
+    def tensors(self, handle: Handle, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The sums."""
+        try:
+            return (self.run(handle, x, None, row_weights)[0],)
+        except BaseException as error:
+            handle.group.abort_peers(error)
+            raise
+
+    def run(
+        self,
+        handle: Handle,
+        x: Tensor,
+        weights: Tensor | None = None,
+        row_weights: Tensor | None = None,
+        biases: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns sums, and the weights of tokens."""
+        backend = handle.group.live_backend()
+        y, y_weights, _, given = self.arguments(handle, backend, handle.ranks[0], x, weights, row_weights, biases)
+        backend.launch(backend.group, self.call, COMBINE, *given)
+        handle.group.calls.note("combine", given[0])
+        if backend.aborted() is not None:
+            handle.group.raise_if_aborted()
+        return y, y_weights
+
+    def arguments(
+        self,
+        handle: Handle,
+        backend: Backend,
+        rank: RankHandle,
+        x: Tensor,
+        weights: Tensor | None,
+        row_weights: Tensor | None,
+        biases: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:
+        """Returns outputs, what must be kept until the launch, and what it is given."""
+        group = handle.group
+        if rank.made_on != backend.current_stream():
+            backend.keep_for_launch(rank.tensors(), rank.made_on)
+        _, rows, received, rail = rank.counts
+        y = backend.new_output((self.num_tokens, self.hidden), self.dtype)
+        y_weights = sums = None
+        if self.weight_dtype is not None:
+            y_weights = torch.empty(self.num_tokens, self.topk, dtype=self.weight_dtype, device=self.device)
+        if rows >= self.pass_rows:
+            sums = sums_of(group, self.row, rows, received, x)
+        layout, dst_rows, rail_experts, _ = rank.addresses()
+        given = (
+            layout,
+            x.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            0 if row_weights is None else row_weights.data_ptr(),
+            y.data_ptr(),
+            0 if y_weights is None else y_weights.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            biases[0].data_ptr() if biases else 0,
+            biases[1].data_ptr() if len(biases) > 1 else 0,
+            dst_rows,
+            rail_experts,
+            rows,
+            received,
+            rail,
+            group.resets - handle.made_after_resets,
+        )
+        return y, y_weights, sums, given
+
+
+def dispatch_plan(
+    handle: Handle,
+    x: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    *,
+    clears_end: bool,
+    all_weights: bool = False,
+) -> DispatchPlan:
+    """For a dispatch from scratch if the handle has a request, else with its layout."""
+    asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
+    how = (handle.topk, handle.is_flat, is_planned(handle), clears_end, all_weights)
+    looks = ("dispatch", how, asked, *map(_look, (x, scales, weights)))
+    plan: DispatchPlan | None = handle.group.known_calls.get(looks)
+    if plan is None:
+        plan = DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
+        handle.group.known_calls.add(looks, plan)
+    return plan
+
+
+def combine_plan(handle: Handle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None) -> CombinePlan:
+    rank = handle.ranks[0]
+    beside = (weights is not None and weights.dtype, row_weights is not None)
+    how = (handle.topk, handle.is_flat, is_planned(handle), rank.counts.num_tokens)
+    looks = ("combine", how, x.dtype, x.shape[1], *beside)
+    plan: CombinePlan | None = handle.group.known_calls.get(looks)
+    if plan is None:
+        plan = CombinePlan(handle, rank, x, weights, row_weights)
+        handle.group.known_calls.add(looks, plan)
+    return plan
+
+
+def _look(tensor: Tensor | None) -> object:
+    return None if tensor is None else (tensor.dtype, tensor.shape)
+
+
+def dispatch_signature(
+    handle: Handle | None,
+    x: Any,
+    topk_idx: Any,
+    weights: Any,
+    scales: Any,
+    expert_alignment: int,
+    expert_capacity: int | None,
+    max_recv_tokens: int | None,
+    layout: str,
+) -> tuple[object, ...] | None:
+    """Of arguments of `megatron_ep.dispatch` that a launch reads as they are, by which a plan is kept once they were
+    right; None of others. Types are part of it, for True is 1; values of ids are not."""
+    try:
+        needs_gradient = x.requires_grad
+        of_weights = of_scales = None
+        if weights is not None:
+            if not weights.is_contiguous() or weights.is_neg():
+                return None
+            of_weights = (weights.__class__, weights.dtype, weights.shape, weights.device)
+            needs_gradient = needs_gradient or weights.requires_grad
+        if scales is not None:
+            if not scales.is_contiguous() or scales.is_neg():
+                return None
+            of_scales = (scales.__class__, scales.dtype, scales.shape, scales.device)
+        if not x.is_contiguous() or x.is_neg():
+            return None
+        of_x = (x.__class__, x.dtype, x.shape, x.device, needs_gradient and torch.is_grad_enabled())
+        if handle is None:
+            if not topk_idx.is_contiguous():
+                return None
+            asked = (expert_alignment.__class__, expert_capacity.__class__, max_recv_tokens.__class__)
+            of_ids = (topk_idx.__class__, topk_idx.dtype, topk_idx.shape, topk_idx.device)
+            return (
+                of_x,
+                of_weights,
+                of_scales,
+                of_ids,
+                expert_alignment,
+                expert_capacity,
+                max_recv_tokens,
+                layout,
+                asked,
+            )
+        given = (topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
+        if given != (None, 1, None, None, "grouped"):
+            return None
+        [rank] = handle.ranks
+        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, rank.counts.num_tokens)
+    except (AttributeError, ValueError):  # no tensors, or lists of them
+        return None
+
+
+def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...] | None:
+    """Likewise, but for the number of rows, which is right."""
+    try:
+        [rank] = handle.ranks
+        num_tokens, rows, _, _ = rank.counts
+        needs_gradient, of_weights, shape = x.requires_grad, None, x.shape
+        if weights is not None:
+            if not weights.is_contiguous() or weights.is_neg() or weights.shape != (rows,):
+                return None
+            of_weights = (weights.__class__, weights.dtype, weights.device)
+            needs_gradient = needs_gradient or weights.requires_grad
+        if len(shape) != 2 or shape[0] != rows or not x.is_contiguous() or x.is_neg():
+            return None
+        differentiates = needs_gradient and torch.is_grad_enabled()
+        of_x = (x.__class__, x.dtype, shape[1], x.device)
+        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, num_tokens)
+    except (AttributeError, ValueError):
+        return None
+
+
+# ---- the intra-rank pass
+
+
+def has_pass(group: RankGroup, row: _C.RowFormat, rows: int, min_stores: float = 0.0) -> bool:
+    """Whether launches of their own copy, or sum, rows that several experts of this rank share."""
+    if group.config.tuning.local_pass is not None:
+        return group.config.tuning.local_pass
+    least = group.live_backend().min_local_bytes
+    return pays_intra_rank_pass(group.topology, row.topk, rows, row.payload_bytes, least, min_stores)
+
+
+def least_for_pass(group: RankGroup, row: _C.RowFormat) -> float:
+    """With fewer rows there is none."""
+    local_pass = group.config.tuning.local_pass
+    if local_pass is not None:
+        return 0 if local_pass else math.inf
+    return group.live_backend().min_local_bytes / max(1, row.payload_bytes)
+
+
+def sums_of(group: RankGroup, row: _C.RowFormat, rows: int, arrivals: int, x: Tensor) -> Tensor | None:
+    """[arrivals, H], what combine's intra-rank pass sums to; None: there is no such pass."""
+    if not has_pass(group, row, rows) or not group.live_backend().may_wait_on_side_stream():
+        return None
+    if not sum_bytes_of(group.topology.world_size, row.topk, rows, arrivals, row.payload_bytes):
+        return None
+    return torch.empty(arrivals, x.shape[1], dtype=x.dtype, device=group.device)
+
+
+def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
+    """Returns the bytes of rows with several output rows on a rank, which an intra-rank pass copies or sums once.
+
+    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
+    """
+    return rows * (1 - arrivals_of(world_size, topk)) * row_bytes
+
+
+@functools.lru_cache(maxsize=64)
+def arrivals_of(world_size: int, topk: int) -> float:
+    """Rows that arrive for each row of an expert."""
+    return world_size * (1 - (1 - 1 / world_size) ** topk) / topk
+
+
+def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes: int) -> int:
+    """What combine takes for the sums of its intra-rank pass, for so many rows of experts, of as many tokens at most; 0
+    where that is too much: then there is no such pass."""
+    size = arrivals * row_bytes
+    return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
+
+
+def pays_intra_rank_pass(
+    topology: Topology, topk: int, rows: int, row_bytes: int, min_bytes: float, min_stores: float = 0.0
+) -> bool:
+    """Whether it saves time to copy, or to sum, by launches of their own those of so many rows that arrive together.
+
+    A row that arrives is stored in a ring and in each of its output rows.
+
+    min_bytes: that must be saved.
+    min_stores: of a row, which would be too many for the exchange.
+    """
+    if rows * row_bytes < min_bytes:
+        return False
+    # between nodes the exchange has other rows to store, too
+    too_many_stores = topology.nodes > 1 or 1 + 1 / arrivals_of(topology.world_size, topk) >= min_stores
+    return _saved_bytes(topology.world_size, topk, rows, row_bytes) >= min_bytes and too_many_stores

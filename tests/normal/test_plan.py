@@ -1,0 +1,276 @@
+"""Calls of one rank by a plan, which the first of them makes: the same bits and the same errors."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from torch.utils.checkpoint import checkpoint
+
+import megatron_ep as ep
+from megatron_ep.buffer.host import HostBackend
+from megatron_ep.normal import launches, plan
+
+EXPERTS, HIDDEN, TOPK = 8, 24, 3
+ROWS = 15  # of 5 tokens
+CONFIG = ep.Config(num_experts=EXPERTS, timeout=20)
+
+
+class CountsLater(HostBackend):
+    """As a GPU's: with max_recv_tokens the host learns no counts."""
+
+    host_knows_counts = False
+
+    def launch(self, group, call, phase, *given, part=None):
+        if phase != plan.FUSED:
+            return super().launch(group, call, phase, *given, part=part)
+        super().launch(group, call, phase, *given, part=part)
+
+
+class CountsExpected(HostBackend):
+    """As a GPU's: without max_recv_tokens it launches before it knows the counts."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.launches_ahead = True
+
+
+@pytest.fixture(params=[HostBackend, CountsLater, CountsExpected])
+def backend(request, monkeypatch):
+    monkeypatch.setattr("thread_ranks.HostBackend", request.param)
+
+
+@pytest.fixture(params=["with plans", "without plans"])
+def plans(request, monkeypatch):
+    if request.param == "without plans":
+        monkeypatch.setattr(launches, "plans_calls", lambda group: False)
+
+
+def buffers_of(nodes, ranks_per_node):
+    """Whose calls take tensors, as those of a process with one rank."""
+    buffers = thread_ranks(nodes, ranks_per_node, CONFIG)
+    for buffer in buffers:
+        buffer._group.takes_lists = False
+    return buffers
+
+
+@pytest.fixture
+def buffer(closed_afterwards):  # noqa: F811
+    return buffers_of(1, 1)[0]
+
+
+def inputs(seed, num_tokens=5, hidden=HIDDEN):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(num_tokens, EXPERTS, generator=generator).topk(TOPK, dim=1).indices
+    x = torch.randn(num_tokens, hidden, generator=generator)
+    return x, ids, torch.rand(num_tokens, TOPK, generator=generator)
+
+
+def step(buffer, x, ids, weights, *, x_learns, weights_learn, uses_probs, is_weighted, **options):
+    """All that comes of a dispatch, its handle, a combine and their gradients."""
+    x, weights = x.clone().requires_grad_(x_learns), weights.clone().requires_grad_(weights_learn)
+    rows = ep.dispatch(x, ids, weights, buffer=buffer, **options)
+    factors = torch.linspace(0.5, 2, len(rows.x)) if is_weighted else None
+    y = ep.combine(rows.x * 2, rows.handle, factors)
+    again = ep.dispatch(x.detach() + 1, topk_weights=weights.detach(), handle=rows.handle)
+    flat = rows.topk_idx
+    real = int(rows.tokens_per_expert.sum() if flat is None else (flat >= 0).any(dim=1).sum())  # anything is behind
+    found = [rows.x[:real], rows.probs, rows.tokens_per_expert, rows.overflow, y, again.x[:real], again.probs]
+    found += [flat] if flat is not None else []
+    if x_learns or weights_learn:
+        loss = (y * torch.arange(HIDDEN)).sum() + (rows.probs.square().sum() if uses_probs else 0)
+        loss.backward()
+        found += [leaf.grad for leaf in (x, weights) if leaf.requires_grad]
+    return [tensor.clone() for tensor in found]
+
+
+@pytest.mark.usefixtures("closed_afterwards", "backend")
+@settings(max_examples=12, deadline=None)
+@given(
+    nodes_and_ranks=st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+    options=st.sampled_from(
+        [
+            {},
+            {"max_recv_tokens": 70},
+            {"layout": "flat"},
+            {"layout": "flat", "max_recv_tokens": 30},
+            {"expert_alignment": 4},
+            {"expert_capacity": 6},
+            {"expert_capacity": 3, "max_recv_tokens": 40},
+        ]
+    ),
+    learns=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    is_weighted=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_same_bits_by_a_plan(nodes_and_ranks, options, learns, is_weighted, seed):
+    """Of the first call, of those after it, which its plans launch, and of calls that have none. One rank leaves its
+    probs out of the loss, and still calls what the others call."""
+    x_learns, weights_learn, uses_probs = learns
+
+    def work(buffer):
+        def run():
+            return step(
+                buffer,
+                *inputs(seed + buffer.rank, num_tokens=5 - buffer.rank),
+                x_learns=x_learns,
+                weights_learn=weights_learn,
+                uses_probs=uses_probs and buffer.rank != 1,
+                is_weighted=is_weighted,
+                **options,
+            )
+
+        return [run() for _ in range(3)]
+
+    results = run_together(buffers_of(*nodes_and_ranks), work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "plans_calls", lambda group: False)
+        without = run_together(buffers_of(*nodes_and_ranks), work)
+    for of_rank, expected in zip(results, without, strict=True):
+        if isinstance(of_rank, BaseException):
+            raise of_rank
+        for found in of_rank:
+            assert len(found) == len(expected[0])
+            for a, b in zip(found, expected[0], strict=True):
+                assert torch.equal(a, b)
+
+
+def test_a_model_makes_its_calls_by_plans(buffer, monkeypatch):
+    """From the second step on nothing is checked again."""
+    x, ids, weights = inputs(1)
+    settings_of = dict(x_learns=True, weights_learn=True, uses_probs=True, is_weighted=True, max_recv_tokens=ROWS)
+    expected = step(buffer, x, ids, weights, **settings_of)
+    for name in ("_check_dispatch", "_check_combine"):
+        monkeypatch.setattr(f"megatron_ep.normal.api.{name}", None)
+    for a, b in zip(step(buffer, x, ids, weights, **settings_of), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_looks_almost_like_a_call_that_was_right_is_refused(buffer, plans):
+    """With the same words as in a first call."""
+    x, ids, weights = inputs(2)
+    for _ in range(2):
+        rows = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+        ep.dispatch(x, topk_weights=weights, handle=rows.handle)
+        ep.combine(rows.x, rows.handle, rows.probs)
+    negated = torch._neg_view(x)
+    wrong = [
+        (lambda: ep.dispatch(negated, ids, weights, buffer=buffer, max_recv_tokens=ROWS), "x is a view that negates"),
+        (lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=True), "max_recv_tokens is True, must be"),
+        (lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=15.0), "max_recv_tokens is 15.0, must"),
+        (lambda: ep.dispatch(x, ids, weights, buffer="buffer", max_recv_tokens=ROWS), "buffer is a str, must be"),
+        (lambda: ep.dispatch(x, ids, weights.half().double(), buffer=buffer, layout=[]), r"layout is \[\], must be"),
+        (lambda: ep.dispatch(x[:4], ids, weights, buffer=buffer, max_recv_tokens=ROWS), r"x has shape \(4, 24\), must"),
+        (lambda: ep.dispatch(x, ids, weights[:4], buffer=buffer, max_recv_tokens=ROWS), "topk_weights has shape"),
+        (lambda: ep.dispatch(x, ids, weights, handle=rows.handle), "topk_idx must not be given with a handle"),
+        (lambda: ep.dispatch(x, handle=rows.handle, max_recv_tokens=ROWS), "max_recv_tokens must not be given with"),
+        (lambda: ep.combine(rows.x[:14], rows.handle, rows.probs), r"x has shape \(14, 24\), must be \[15, H\]"),
+        (lambda: ep.combine(rows.x, rows.handle, weights), r"weights has shape \(5, 3\), must be \(15,\)"),
+        (lambda: ep.combine(rows.x, rows.handle, rows.probs.double()), "weights is torch.float64, must be one of"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            call()
+    bad = ids.clone()
+    bad[3, 1] = EXPERTS
+    with pytest.raises(ValueError, match=r"topk_idx is \[.*\] at token 3, must hold distinct ids"):
+        ep.dispatch(x, bad, weights, buffer=buffer, max_recv_tokens=ROWS)
+    assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, rows.x)
+
+
+def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, plans):
+    x, ids, weights = inputs(3)
+    expected = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+    seconds = buffer._group.seconds
+    for call in (
+        lambda: ep.dispatch(fake, ids, weights, buffer=buffer, max_recv_tokens=ROWS),
+        lambda: ep.dispatch(x, ids, fake[:, :3], buffer=buffer, max_recv_tokens=ROWS),
+        lambda: ep.dispatch(fake, handle=expected.handle),
+    ):
+        with pytest.raises(ValueError, match="is a fake tensor, must have memory"):
+            call()
+    assert buffer._group.seconds == seconds
+    for transform in torch.func.grad, torch.func.vmap:
+        with pytest.raises(RuntimeError, match=r"setup_context|data pointer|storage"):
+            transform(lambda rows: ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x.sum())(
+                x if transform is torch.func.grad else x[None]
+            )
+    assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, expected.x)
+
+
+def test_a_replay_of_a_checkpoint_makes_the_same_calls(buffer, plans):
+    x, ids, weights = inputs(4)
+
+    def layer(rows, factors):
+        received = ep.dispatch(rows, ids, factors, buffer=buffer, max_recv_tokens=ROWS)
+        return ep.combine(received.x, received.handle, received.probs)
+
+    grads = []
+    for run in (layer, layer, lambda *leaves: checkpoint(layer, *leaves, use_reentrant=False)):
+        leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        run(*leaves).square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for found in grads[1:]:
+        assert all(map(torch.equal, found, grads[0]))
+
+
+def test_gradients_of_gradients(buffer, plans):
+    x, ids, weights = inputs(5, num_tokens=3, hidden=2)
+
+    def layer(rows, factors):
+        received = ep.dispatch(rows, ids, factors, buffer=buffer, max_recv_tokens=12)
+        return ep.combine(received.x, received.handle), received.probs
+
+    leaves = [x.double().requires_grad_(), weights.double().requires_grad_()]
+    for _ in range(2):
+        assert torch.autograd.gradgradcheck(layer, leaves)
+
+
+def test_what_a_graph_captures_first_has_counts_of_its_own(buffer, plans, monkeypatch):
+    """Calls that are captured read counts at once; a plan that they have made serves those after them."""
+    x, ids, weights = inputs(6)
+    monkeypatch.setattr(buffer._group.live_backend(), "is_capturing", lambda: True)
+    captured = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    assert "tokens_per_expert" in vars(captured)
+    again = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    assert "tokens_per_expert" in vars(again)
+    monkeypatch.undo()
+    later = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    assert torch.equal(later.x, captured.x) and torch.equal(later.tokens_per_expert, captured.tokens_per_expert)
+
+
+def test_threads_share_plans(buffer, plans):
+    """One launches at a time; whoever comes second is told."""
+    x, ids, weights = inputs(7)
+    expected = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x
+    wrong = []
+
+    def work():
+        for _ in range(30):
+            try:
+                rows = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+                if not torch.equal(rows.x, expected):
+                    wrong.append(rows.x)
+            except RuntimeError as error:
+                assert "the buffer is in use by another thread" in str(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_closed_buffer_has_no_plans(buffer):
+    x, ids, weights = inputs(8)
+    rows = ep.dispatch(x, ids, weights, buffer=buffer)
+    ep.dispatch(x, ids, weights, buffer=buffer)
+    buffer.close()
+    for call in lambda: ep.dispatch(x, ids, weights, buffer=buffer), lambda: ep.combine(rows.x, rows.handle):
+        with pytest.raises(ValueError, match="buffer is closed"):
+            call()
