@@ -1,5 +1,5 @@
-"""Whole models that somebody else builds: Megatron's hybrid model, and the provider of Megatron-Bridge. Loss and every
-gradient against the same model with Megatron's own dispatcher."""
+"""Whole models that somebody else builds: Megatron's hybrid model, and one of a provider as Megatron-Bridge has it. The
+loss and every gradient against the same model with Megatron's own dispatcher."""
 
 import dataclasses
 import importlib
@@ -15,10 +15,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import hybrid_stack
 import torch
 import torch.distributed as dist
-from left_out import missing
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import plugin, shared_buffers, spec
@@ -106,25 +104,17 @@ class Provider(TransformerConfig):
         return GPTModel(self, layers, self.vocab_size, LENGTH, position_embedding_type="rope")
 
 
-BRIDGE = "megatron.bridge.models.gpt_provider"
-
-
-def _provided(provider, **options):
+def _provided(layers):
     given = make_config(num_layers=2, moe_layer_freq=[0, 1], ffn_hidden_size=48, transformer_impl="local", **WHOLE)
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     fields = {name: value for name, value in vars(given).items() if name in names}
-    return provider(**fields | options)
+    return Provider(**fields, transformer_layer_spec=layers)
 
 
-def _from_a_provider(provider, options):
-    if isinstance(provider, str):
-        provider = importlib.import_module(provider).GPTModelProvider
+def _from_a_provider():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    ours, theirs = (_provided(provider, transformer_layer_spec=each, **options) for each in (spec.gpt, _megatrons))
-    for each in (ours, theirs):  # as Bridge does before it asks for a model
-        each._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    _check(theirs.provide(), ours.provide())
+    _check(_provided(_megatrons).provide(), _provided(spec.gpt).provide())
 
 
 def _megatrons(config):
@@ -134,10 +124,4 @@ def _megatrons(config):
 
 
 def test_a_provider_that_calls_the_spec(four_ranks):
-    four_ranks.run(_from_a_provider, Provider, {})
-
-
-@pytest.mark.needs(missing("megatron.bridge", "omegaconf"))
-def test_the_provider_of_megatron_bridge(four_ranks):
-    options = {"vocab_size": VOCABULARY, "seq_length": LENGTH, "position_embedding_type": "rope"}
-    four_ranks.run(_from_a_provider, BRIDGE, options)
+    four_ranks.run(_from_a_provider)
