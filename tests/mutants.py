@@ -4,7 +4,7 @@
 
 A mutant is a statement of the source replaced by another one. All of them are compiled at once into each of the
 lane-by-lane programs, and into those of send queues and cards on the host, behind a number that the variable MUTANT
-chooses; `cmake --build BUILD --target simt send_queue` must have built the programs as they are. A mutant is killed by
+chooses; `cmake --build BUILD --target simt nightly` must have built the programs as they are. A mutant is killed by
 a run that fails, and survives when all runs pass. Prints a table, a line a mutant: the run that killed it, and the
 seconds that took. The exit status is 1 if one survives. N: mutants that are tried at the same time, by default as many
 as there are cores. NAME: only mutants in whose name it is.
