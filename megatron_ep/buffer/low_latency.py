@@ -23,7 +23,10 @@ class Call(Protocol):
     """A dispatch or combine whose sending half was launched."""
 
     @property
-    def received(self) -> bool: ...
+    def received(self) -> bool: ...  # or given up
+
+    @property
+    def was_received(self) -> bool: ...
 
     def give_up(self) -> None: ...  # it can be received no more
 

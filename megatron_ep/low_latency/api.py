@@ -16,7 +16,7 @@ from megatron_ep.low_latency.calls import LowLatencyCalls, Pending
 from megatron_ep.low_latency.checks import Checks, Limits
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
-from megatron_ep.low_latency.received import received_of
+from megatron_ep.low_latency.received import LowLatencyReceived, received_of
 from megatron_ep.low_latency.rows import row_format
 from megatron_ep.normal.api import MAX_PADDED_ROWS, Tensors
 from megatron_ep.normal.autograd import need_gradient
@@ -157,14 +157,27 @@ class LowLatency(MaskedRanks):
         possibly a later one, raises EPMaskedError if others have masked this rank because it did not come.
         """
         group, calls = self._group, self._calls
+        settings, signature = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout), None
         calls.in_flight["dispatch"].check()
+        has_more = scales is not None or recv_rows is not None or recv_wait_ns is not None or return_recv_hook
+        if not has_more and fp8 is None and calls.plans_calls:
+            signature = self._checks.signature("dispatch", settings, x, topk_idx, topk_weights)
+            plan = None if signature is None else self._checks.known(signature)
+            backend = group._backend
+            if plan is not None and backend is not None and backend.aborted() is None:
+                try:
+                    self._checks.check_ids(topk_idx)
+                    handle, rows, probs = calls.dispatch_by_plan(backend, plan, x, topk_idx, topk_weights)
+                except BaseException as error:
+                    group.abort_peers(error)
+                    raise
+                return LowLatencyReceived(rows, None, None, probs, handle)
         pending: list[Pending] | None = [] if return_recv_hook else None
         out: tuple[Sequence[torch.Tensor], ...]
         with group.abort_peers_on_error():
             group.check_usable()
             given, xs, weights = self._checks.check_dispatch(
-                (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
-                (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
+                (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns), settings, signature
             )
             handle = calls.new_handle(given.plan)
             needs_gradient = need_gradient(xs, weights)
@@ -214,8 +227,21 @@ class LowLatency(MaskedRanks):
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
-        group, calls = self._group, self._calls
+        group, calls, signature = self._group, self._calls, None
         calls.in_flight["combine"].check()
+        has_more = out is not None or recv_wait_ns is not None or return_recv_hook or renormalize is not False
+        if not has_more and calls.plans_calls and isinstance(handle, LowLatencyHandle) and handle.calls is calls:
+            how = (sum_at, handle.looks)
+            signature = self._checks.signature("combine", how, x, topk_weights, row_weights)
+            plan = None if signature is None else self._checks.known(signature)
+            backend = group._backend
+            if plan is not None and backend is not None and backend.aborted() is None:
+                factors = topk_weights if row_weights is None else row_weights
+                try:
+                    return calls.combine_by_plan(backend, plan, handle, x, factors)
+                except BaseException as error:
+                    group.abort_peers(error)
+                    raise
         pending: list[Pending] | None = [] if return_recv_hook else None
         y: Sequence[torch.Tensor]
         with group.abort_peers_on_error():
@@ -225,7 +251,7 @@ class LowLatency(MaskedRanks):
             handle.check()
             weights = _weights_at(sum_at, topk_weights, row_weights)
             tensors, settings = (x, weights, out, recv_wait_ns), (sum_at, renormalize)
-            given, xs, factors = self._checks.check_combine(handle, tensors, settings)
+            given, xs, factors = self._checks.check_combine(handle, tensors, settings, signature)
             needs_gradient = need_gradient(xs, factors)
             if given.out is not None and (needs_gradient or need_gradient(given.out)):
                 raise ValueError("out must not be given where a gradient is needed")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -55,6 +54,10 @@ class Pending:
     def received(self) -> bool:
         return self._rest is None
 
+    @property
+    def was_received(self) -> bool:
+        return self._rest is None and not self._given_up
+
     def receive(self) -> None:
         """Launches the receiving half. Raises ValueError the second time, and after a reset."""
         if self._given_up:
@@ -80,7 +83,7 @@ class Pending:
 class Received:
     """A call that was received when it was sent."""
 
-    received = True
+    received = was_received = True
 
     def give_up(self) -> None: ...
 
@@ -97,9 +100,14 @@ class LowLatencyCalls:
         self.masks = masks
         self.ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
-        self.handles: WeakSet[LowLatencyHandle] = WeakSet()
+        self.resets = 0
         self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
         self.backend.attach(self)
+
+    @property
+    def plans_calls(self) -> bool:
+        """Whether calls of one rank, without masks, are launched by plans alone."""
+        return self.masks is None and not self.group.takes_lists
 
     def offsets(self, topk: int) -> dict[str, int]:
         if topk not in self._offsets:
@@ -141,8 +149,7 @@ class LowLatencyCalls:
         self.ranks.let_go()
 
     def reset(self) -> None:
-        for handle in self.handles:
-            handle.note_reset()
+        self.resets += 1
         self.ranks.reset()
         if self.masks is not None:
             self.masks.reset()
@@ -315,6 +322,67 @@ class LowLatencyCalls:
         forward = handle.forward.ranks[i]
         self.backend.keep_for_launch([forward.layout], forward.made_on)
         return handle.active(forward).data_ptr()
+
+    def dispatch_by_plan(
+        self, backend: Backend, plan: DispatchPlan, x: Any, topk_idx: Any, weights: Any
+    ) -> tuple[LowLatencyHandle, torch.Tensor, torch.Tensor | None]:
+        """`launch_dispatch` of one rank that is received at once, without float8, counters and masks. Returns its
+        handle, rows and their weights."""
+        out = backend.new_output((*plan.shape, plan.hidden), plan.dtype)
+        probs = None if weights is None else backend.new_output(plan.shape, weights.dtype)
+        layout = torch.empty(plan.offsets["size"], dtype=torch.int32, device=self.group.device)
+        [num_tokens], at = plan.num_tokens, layout.data_ptr()
+        rank = RankPart(num_tokens, layout, plan.rows, backend.current_stream())
+        self.ranks.launch(
+            plan.call,
+            SEND_AND_RECEIVE,
+            at,
+            at + 4 * plan.offsets["dispatch_call"],
+            topk_idx.data_ptr(),
+            x.data_ptr(),
+            0,
+            0 if weights is None else weights.data_ptr(),
+            out.data_ptr(),
+            0,
+            0 if probs is None else probs.data_ptr(),
+            0,
+            0,
+            0,
+        )
+        if backend.aborted() is not None:
+            self.group.raise_if_aborted()
+        self.in_flight["dispatch"].add(RECEIVED)
+        return LowLatencyHandle(self, plan, [rank], RECEIVED, resets=self.resets), out, probs
+
+    def combine_by_plan(
+        self, backend: Backend, plan: CombinePlan, handle: LowLatencyHandle, x: Any, weights: Any
+    ) -> torch.Tensor:
+        """Likewise `launch_combine`. Returns the sums."""
+        [rank] = handle.ranks
+        handle.check()
+        handle.check_received()
+        if rank.made_on != backend.current_stream():
+            backend.keep_for_launch((rank.layout,), rank.made_on)
+        y = backend.new_output((rank.num_tokens, x.shape[-1]), x.dtype)
+        at, factors = rank.layout.data_ptr(), 0 if weights is None else weights.data_ptr()
+        self.ranks.launch(
+            plan.call,
+            SEND_AND_RECEIVE,
+            at,
+            at + 4 * handle.plan.offsets["combine_call"],
+            x.data_ptr(),
+            0,
+            factors if plan.sum_at_expert else 0,
+            0 if plan.sum_at_expert else factors,
+            y.data_ptr(),
+            0,
+            0,
+            0,
+        )
+        if backend.aborted() is not None:
+            self.group.raise_if_aborted()
+        self.in_flight["combine"].add(RECEIVED)
+        return y
 
     def _send(
         self,

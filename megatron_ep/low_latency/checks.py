@@ -66,7 +66,7 @@ class Checks:
         return {name: self._listed(value) for name, value in given.items() if value is not None}
 
     def check_dispatch(
-        self, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+        self, tensors: tuple[Any, ...], settings: tuple[Any, ...], signature: tuple[Any, ...] | None
     ) -> tuple[DispatchArguments, list[torch.Tensor], list[torch.Tensor] | None]:
         """Returns checked arguments, x, and topk_weights, one tensor per rank of this process. tensors, settings: see
         `_plan_dispatch`."""
@@ -80,7 +80,10 @@ class Checks:
             tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
             if plan is None:
                 plan = self._plan_dispatch(*tensors, *settings)
-                self._plans.add(looks, (plan, looks == looks_of(settings, *tensors)))
+                is_as_taken = looks == looks_of(settings, *tensors)
+                self._plans.add(looks, (plan, is_as_taken))
+                if signature is not None and is_as_taken:
+                    self._plans.add(signature, plan)
         assert plan is not None
         listed = self._listed
         ids = listed(topk_idx)
@@ -91,6 +94,31 @@ class Checks:
             counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
         given = DispatchArguments(plan, ids, None if scales is None else listed(scales), counters)
         return given, listed(x), None if topk_weights is None else listed(topk_weights)
+
+    def signature(self, kind: str, how: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
+        """The key of the plan of a call of one rank whose tensors are used as they are and need no gradient; None of
+        others. how: what else the plan depends on; types are part of it, for True is 1."""
+        looks: list[Any] = [kind, how, *map(type, how)]
+        try:
+            for tensor in tensors:
+                if tensor is None:
+                    looks.append(None)
+                    continue
+                if not tensor.is_contiguous() or tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
+                    return None
+                looks += (tensor.__class__, tensor.dtype, tensor.shape, tensor.device)
+        except AttributeError:  # a list of tensors, or what is none
+            return None
+        return tuple(looks)
+
+    def known(self, signature: tuple[Any, ...]) -> Any:
+        """The plan of calls with this signature, once one of them was right."""
+        return self._plans.get(signature)
+
+    def check_ids(self, topk_idx: Any) -> None:
+        """On the CPU; on a GPU the kernels do."""
+        if self._group.device.type == "cpu":
+            self._check_id_values([topk_idx])
 
     def _plan_dispatch(
         self,
@@ -148,7 +176,11 @@ class Checks:
             self._check_row("the gradient of x", xs[0])
 
     def check_combine(
-        self, handle: LowLatencyHandle, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+        self,
+        handle: LowLatencyHandle,
+        tensors: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        signature: tuple[Any, ...] | None,
     ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
         """Returns checked arguments, x, and weights, one tensor per rank of this process in the caller's shape,
         [L, W * max_tokens, ...] or [R, ...]. tensors, settings: see `_plan_combine`."""
@@ -163,7 +195,10 @@ class Checks:
             tensors = (x, weights, out, recv_wait_ns)
             if plan is None:
                 plan = self._plan_combine(handle, *tensors, *settings)
-                self._plans.add(looks, (plan, looks == looks_of(how, *tensors)))
+                is_as_taken = looks == looks_of(how, *tensors)
+                self._plans.add(looks, (plan, is_as_taken))
+                if signature is not None and is_as_taken:
+                    self._plans.add(signature, plan)
         assert plan is not None
         listed = self._listed
         counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)

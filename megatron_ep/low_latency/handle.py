@@ -33,10 +33,11 @@ class LowLatencyHandle(OfOneProcess):
     call: Call | None = field(default=None, repr=False)  # the dispatch
     # In a backward pass: the handle of the forward pass, whose ranks must not have been masked since.
     forward: LowLatencyHandle | None = field(default=None, repr=False)
-    _unfit: str | None = field(default=None, repr=False)
+    resets: int = field(default=-1, repr=False)  # of `calls`, when the dispatch was made
 
     def __post_init__(self) -> None:
-        self.calls.handles.add(self)
+        if self.resets < 0:
+            self.resets = self.calls.resets
 
     @property
     def topk(self) -> int:
@@ -57,21 +58,19 @@ class LowLatencyHandle(OfOneProcess):
     def group(self) -> RankGroup:
         return self.calls.group
 
-    def note_reset(self) -> None:
-        """Notes, at a reset, a dispatch that was given up, never received, or without masked ranks: `check` refuses it.
-        After the reset that cannot be found out any more."""
-        done = self.call is not None and self.call.received
-        if not done or any(int(self.overflow(rank)) == -1 for rank in self.ranks):
-            self._unfit = "was given up"
-        elif self.calls.masks is not None and any(not self.active(rank).all() for rank in self.ranks):
-            self._unfit = "left masked ranks out"
-
     def check(self) -> None:
-        """Raises ValueError if the dispatch was given up, or left out ranks that a reset has brought back."""
-        if self._unfit is not None:
-            raise ValueError(
-                f"handle is of a dispatch that {self._unfit} before the buffer's reset, must be of a later one"
-            )
+        """Raises ValueError if a reset came after the dispatch, and it was given up or left out ranks that it has
+        brought back."""
+        if self.resets == self.calls.resets:
+            return
+        was_received = self.call is not None and self.call.was_received
+        if not was_received or any(int(self.overflow(rank)) == -1 for rank in self.ranks):
+            found = "was given up"
+        elif self.calls.masks is not None and any(not self.active(rank).all() for rank in self.ranks):
+            found = "left masked ranks out"
+        else:
+            return
+        raise ValueError(f"handle is of a dispatch that {found} before the buffer's reset, must be of a later one")
 
     def check_received(self) -> None:
         """Raises ValueError if the hook of the dispatch was not called yet, because its rows are unknown before."""

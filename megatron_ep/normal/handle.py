@@ -54,6 +54,7 @@ class RankHandle:
     """
 
     __slots__ = (
+        "_addresses",
         "_dst_rows",
         "_rail_experts",
         "_source_tokens",
@@ -88,6 +89,7 @@ class RankHandle:
         self.made_on, self.tables, self.starts = made_on, tables, starts
         self._dst_rows, self._rail_experts, self._source_tokens = dst_rows, rail_experts, source_tokens
         self.has_tables, self.own_rows, self.has_given_counts = has_tables, own_rows, False
+        self._addresses: tuple[int, int, int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,12 +124,16 @@ class RankHandle:
 
     def addresses(self) -> tuple[int, int, int, int]:
         """Of the layout, dst_rows, rail_experts and source_tokens; 0 where these were not asked for."""
-        if self.tables is None:
-            source = 0 if self._source_tokens is None else self._source_tokens.data_ptr()
-            return self.layout.data_ptr(), self.dst_rows.data_ptr(), self.rail_experts.data_ptr(), source
-        first, (dst_rows, rail_experts, source_tokens) = self.tables.data_ptr(), self.starts
-        source = 0 if source_tokens is None else first + 4 * source_tokens
-        return self.layout.data_ptr(), first + 4 * dst_rows, first + 4 * rail_experts, source
+        if self._addresses is None:
+            if self.tables is None:
+                tables = self.dst_rows.data_ptr(), self.rail_experts.data_ptr()
+                source = 0 if self._source_tokens is None else self._source_tokens.data_ptr()
+            else:
+                first, (dst_rows, rail_experts, source_tokens) = self.tables.data_ptr(), self.starts
+                tables = first + 4 * dst_rows, first + 4 * rail_experts
+                source = 0 if source_tokens is None else first + 4 * source_tokens
+            self._addresses = (self.layout.data_ptr(), *tables, source)
+        return self._addresses
 
     def tensors(self) -> list[torch.Tensor]:
         """All that launches use."""
