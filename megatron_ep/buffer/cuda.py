@@ -22,6 +22,7 @@ from megatron_ep.buffer.of_group import OfGroup
 from megatron_ep.errors import EPStuckError
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
+from megatron_ep.meeting.place import in_thread
 
 T = TypeVar("T")
 
@@ -213,7 +214,7 @@ class CudaBackend(OfGroup):
         if self._last is not None:
             self.wait(self._last.record_event())
         if self._launches.are_watched and self._launches.are_captured:
-            self._wait_until(_in_thread(torch.cuda.synchronize, self._device))
+            self._wait_until(in_thread(functools.partial(torch.cuda.synchronize, self._device)).done)
         torch.cuda.synchronize(self._device)
 
     def _under_way(self) -> tuple[str, bool] | None:
@@ -273,10 +274,3 @@ class CudaBackend(OfGroup):
 
 def _forget_graphs_that_are_gone() -> None:
     _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]
-
-
-def _in_thread(wait: Callable[..., object], *arguments: Any) -> Callable[[], bool]:
-    """Whether it has returned, of what may never do so."""
-    thread = threading.Thread(target=wait, args=arguments, daemon=True)
-    thread.start()
-    return lambda: not thread.is_alive()

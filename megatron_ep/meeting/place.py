@@ -76,9 +76,8 @@ class Place:
         self.heard: set[str] = set()  # what names failures
 
     def connect(self) -> dist.Store:
-        """A connection to the store for one thread at a time: in a store's own one calls wait for each other. The
-        store itself where torch, before 2.8, makes no other."""
-        return self.store.clone() if hasattr(self.store, "clone") else self.store
+        """See `connected`."""
+        return connected(self.store)
 
     def write(self, store: dist.Store, question: str = "", failure: str = "") -> None:
         """What this rank tells from now on."""
@@ -169,17 +168,23 @@ def opened_place(rank: int, world_size: int, from_rank_0: Callable[[Any], Any]) 
     return Place(dist.PrefixStore("megatron_ep", store), rank, world_size, f"megatron_ep of {host} port {port}")
 
 
+def connected(store: dist.Store) -> dist.Store:
+    """A connection to the store for one thread at a time: in a store's own one calls wait for each other. The store
+    itself where torch, before 2.8, makes no other."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def new_name() -> str:
     return secrets.token_hex(16)
 
 
-_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of `in_thread`
 
 
 def has_abandoned_calls() -> bool:
-    """Whether a call that `bounded` gave up has not returned. If it does while the interpreter ends, Python ends its
-    thread inside C++, which aborts the process: such a process has to end by `os._exit`."""
-    return any(thread.is_alive() for thread in _abandoned)
+    """Whether a call of `in_thread` or `bounded` has not returned. If it does while the interpreter ends, Python ends
+    its thread inside C++, which aborts the process: such a process has to end by `os._exit`."""
+    return any(thread.is_alive() for thread in _threads)
 
 
 def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> Result:
@@ -189,6 +194,14 @@ def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> 
     Raises EPError after `seconds`, and abandons the thread. otherwise: what it then says, if not that the store
     does not answer.
     """
+    done = in_thread(call)
+    if not futures.wait([done], seconds).done:
+        raise EPError(f"{otherwise or 'the store of torch.distributed did not answer'} within {seconds:g} s")
+    return done.result()
+
+
+def in_thread(call: Callable[[], Result]) -> futures.Future[Result]:
+    """Runs it in a thread that does not keep the process from ending."""
     done: futures.Future[Result] = futures.Future()
 
     def run() -> None:
@@ -198,8 +211,6 @@ def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> 
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="megatron_ep rendezvous", daemon=True)
+    _threads.add(thread)
     thread.start()
-    if not futures.wait([done], seconds).done:
-        _abandoned.add(thread)
-        raise EPError(f"{otherwise or 'the store of torch.distributed did not answer'} within {seconds:g} s")
-    return done.result()
+    return done

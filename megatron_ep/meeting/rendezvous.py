@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class RankEndedError(EPError):
     """An exchange was given up because processes have ended. ranks: theirs, as far as the first to see it knows."""
 
-    def __init__(self, message: str, ranks: set[int]):
+    def __init__(self, message: str, ranks: Set[int] = frozenset()):  # for pickle, without them
         super().__init__(message)
         self.ranks = ranks
 
@@ -264,6 +264,7 @@ class StoreRendezvous:
         if not NAME.fullmatch(name):
             raise EPError("somebody else than rank 0 has answered where the ranks of the buffer meet")
         store.delete_key(answer)
+        place.write(store)  # or rank 0 would answer once more in the next rendezvous, and nobody take that
         place.heard.add(name)
         self._meet_at(name)
 
@@ -271,7 +272,7 @@ class StoreRendezvous:
         """Why a rendezvous that has not begun will not take place; "" if it may."""
         for rank, presence in self._presences(self._near()).items():
             if presence.fate == processes.ENDED:
-                return self._ended([rank])
+                return self._ended({rank: processes.ENDED})
             if why := self._place.failure_of(presence):
                 return why
         return ""
@@ -396,9 +397,9 @@ class StoreRendezvous:
     def _look(self) -> None:
         """Decides for all if a rank will not come."""
         fates = {rank: one.fate for rank, one in self._presences(self._near()).items()} | dict(self.watch())
-        ended = [rank for rank, fate in fates.items() if fate == processes.ENDED]
+        ended = {rank: fate for rank, fate in sorted(fates.items()) if fate and fate.startswith(processes.ENDED)}
         # in this order: a rank may do its part, and then end
-        if ended := [rank for rank in sorted(ended) if not self._is_there(rank)]:
+        if ended := {rank: fate for rank, fate in ended.items() if not self._is_there(rank)}:
             (self._end_early if self.rank == 0 and self.exchanges == 1 else self._decide)(self._ended(ended))
 
     def _presences(self, ranks: Iterable[int]) -> dict[int, Presence]:
@@ -460,8 +461,9 @@ class StoreRendezvous:
         fates = {rank: one.fate for rank, one in self._presences(missing[:NEAR]).items()}
         return text + "".join(f"; the process of rank {rank} {fate}" for rank, fate in fates.items() if fate)
 
-    def _ended(self, ranks: Sequence[int]) -> str:
-        return f"rank {', '.join(map(str, ranks))} {NOT_COMING} {self._step()}: the process {processes.ENDED}"
+    def _ended(self, fates: Mapping[int, str]) -> str:
+        why = "; ".join(dict.fromkeys(fates.values()))
+        return f"rank {', '.join(map(str, fates))} {NOT_COMING} {self._step()}: the process {why}"
 
     def _step(self) -> str:
         return f"step {self.exchanges} {self.of_what}"

@@ -15,9 +15,9 @@ import functools
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import codec
+from megatron_ep.meeting.place import bounded, connected, in_thread
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 _in_step = False  # optimizers are made of optimizers
 _in_update = False
 _norms: list[float | torch.Tensor] = []  # of the gradients, in this step
-_telling: threading.Thread | None = None  # the failure of this process
+_telling: futures.Future[None] | None = None  # the failure of this process
 _started = time.time()  # torchrun may keep its store, and what was told there, from one attempt of a job to the next
 _asks = True  # until gradients were not finite though no rank had failed, which may then go on for every step
 before_step: Callable[[], None] | None = None  # is called before each step that is taken
@@ -104,7 +105,7 @@ def check() -> None:
     except Exception as error:
         _tell(f"{error}".partition("\n")[0])
         if _telling is not None:
-            _telling.join(TELL_S)
+            futures.wait([_telling], TELL_S)
         raise
     if _telling is not None:
         _withdraw()
@@ -232,7 +233,8 @@ def _tell(cause: str) -> None:
     global _telling
     if _telling is None and dist.is_initialized() and dist.get_world_size() > 1:
         told = codec.encode(Told(dist.get_rank(), codec.readable(cause), time.time())).decode()
-        _telling = _in_thread(lambda store: store.set(KEY, told))
+        store = _get_default_store()
+        _telling = in_thread(lambda: connected(store).set(KEY, told))
 
 
 def _withdraw() -> None:
@@ -254,24 +256,12 @@ def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:
     """What it returns; None where the store does not answer in time, or holds a value that no rank has written."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    results: list[T] = []
-    _in_thread(lambda store: results.append(work(store))).join(seconds)
-    return results[0] if results else None
-
-
-def _in_thread(work: Callable[[dist.Store], object]) -> threading.Thread:
-    """A thread that works with a connection of its own to the store, whose calls have no bound."""
     store = _get_default_store()
-
-    def run() -> None:
-        try:
-            work(store.clone() if hasattr(store, "clone") else store)
-        except Exception as error:
-            log.debug("the store of torch.distributed: %s", error)
-
-    thread = threading.Thread(target=run, name="megatron_ep agreement", daemon=True)
-    thread.start()
-    return thread
+    try:
+        return bounded(seconds, lambda: work(connected(store)))
+    except Exception as error:
+        log.debug("the store of torch.distributed: %s", error)
+        return None
 
 
 # ---- Megatron's names

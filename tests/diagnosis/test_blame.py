@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from waits import patience
 
 import megatron_ep as ep
 from megatron_ep.buffer.rank_group import RankGroup
@@ -16,7 +17,7 @@ from megatron_ep.diagnosis import blame
 pytestmark = pytest.mark.usefixtures("closed_afterwards")
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
 T, H, K = 12, 8, 2
-TIMEOUT = 0.25
+TIMEOUT = patience(0.25)
 
 
 def make_ranks(nodes, ranks_per_node, timeout=TIMEOUT):

@@ -359,7 +359,9 @@ def run_many() -> None:
         apart()
         left = _get_default_store().num_keys()
         apart()
-    for _ in range(5):
+    for _ in range(8):
+        if dist.get_rank():
+            time.sleep(0.05)  # rank 0 looks whether anybody asks where to meet
         meet().barrier()
     apart()
     assert _get_default_store().num_keys() <= left + W + 3, "of at most one more rendezvous"
@@ -598,3 +600,38 @@ def test_a_command_whose_call_of_the_store_never_returned_ends_with_its_status()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
     assert done.stdout == "the store of torch.distributed did not answer within 0.3 s\n"
+
+
+RETURNS = """
+import sys, time, torch.distributed as dist
+import megatron_ep as ep
+from megatron_ep.meeting import place
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+place.place_of(None).tell()
+dist.barrier()
+if rank == 0:
+    start = time.monotonic()
+    try:
+        ep.Buffer(None, ep.Config(num_experts=2, timeout=60), ep.Topology(1, 2))
+    except ep.EPError as error:
+        print(time.monotonic() - start, error)
+"""
+
+
+def test_a_rank_that_returns_before_its_first_call_is_not_waited_for(tmp_path) -> None:
+    """Its process ends as if all was well."""
+    waits, returns = (
+        subprocess.Popen(
+            [sys.executable, "-c", RETURNS, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    )
+    said, _ = waits.communicate(timeout=100)
+    assert returns.communicate(timeout=60) == ("", None) and returns.returncode == 0
+    seconds, _, text = said.strip().partition(" ")
+    assert float(seconds) < 20
+    assert text == "rank 1 does not come to step 1 of the buffer's set-up: the process has ended"

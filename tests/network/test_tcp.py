@@ -4,6 +4,7 @@ that cannot be reached and of a rank that goes away. The machines are this one, 
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import struct
 import threading
@@ -360,9 +361,8 @@ def run_spoilt(counts: bool) -> str:
             stack.enter_context(mock.patch.object(tcp, "_connect_all", connect))
         buffer = stack.enter_context(ep.Buffer(None, config, ep.Topology(W, 1)))
         with pytest.raises(EPError) as caught:
-            for _ in range(2):
+            for _ in range(2):  # a rank that has what it needs when rank 0 gives up hears of it in the next call
                 ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer, layout="flat")
-                dist.barrier()
         return str(caught.value)
 
 
@@ -573,6 +573,45 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
     )
     assert tcp.VARIABLE in str(made[1])
     listeners[1].close()
+
+
+def test_who_waits_for_a_connection_looks_whether_it_may_still_come():
+    listeners, told = listening()
+    looks = []
+
+    def look(made, why):
+        looks.append((dict(made), dict(why)))
+        if len(looks) == 2:
+            raise EPError("rank 0 has failed")
+
+    start = time.monotonic()
+    with pytest.raises(EPError, match="rank 0 has failed"):
+        tcp.join(1, [0], told, listeners[1], 30.0, look)
+    assert 1.5 < time.monotonic() - start < 10 and looks == [({}, {})] * 2
+    connection, _ = listeners[0].accept()
+    connection.settimeout(10)
+    assert connection.recv(tcp.HELLO.size, socket.MSG_WAITALL) and connection.recv(1) == b"", "it was not closed"
+    for one in (connection, *listeners):
+        one.close()
+
+
+def run_failed_join() -> str:
+    """Rank 3 fails where the others wait for its connections."""
+    fails = mock.Mock(side_effect=OSError("no descriptors left"))
+    start = time.monotonic()
+    with (
+        machines_of(1),
+        mock.patch.object(tcp, "join", fails if dist.get_rank() == W - 1 else tcp.join),
+        pytest.raises(EPError) as caught,
+    ):
+        ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
+    assert time.monotonic() - start < 20
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_connect_is_not_waited_for(ranks):
+    for text in ranks.run(run_failed_join):
+        assert re.fullmatch("rank 3 could not set up the buffer: (OSError: )?no descriptors left", text), text
 
 
 def test_an_address_by_its_network(monkeypatch):

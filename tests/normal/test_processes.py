@@ -375,6 +375,11 @@ def run_failed_reset():
     ):
         buffer.reset()
     assert time.monotonic() - started < 30, "the others waited for rank 2"
+    x, ids, weights = inputs(8, 2)
+    says = r"^the last reset failed: rank 2 could not .*out of luck; every rank must call buffer.reset\(\)"
+    for call in (lambda: ep.dispatch(x[0], ids[0], weights[0], buffer=buffer), buffer._group.check_usable):
+        with pytest.raises(ep.EPAbortError, match=says):
+            call()
     is_usable_again(buffer)
 
 
