@@ -46,7 +46,8 @@ def install(python: Path, *words: str | Path) -> None:
 def smoke(python: Path, wheel: Path, torch: str, core: str) -> str:
     """What fails, if anything, with this Megatron-Core beside what the environment has."""
     if Path(core).is_dir():
-        install(python, f"{wheel}[train]", f"torch=={torch}", "numpy", "packaging")
+        # A tree does not name triton, which it imports: torch for GPUs brings it.
+        install(python, f"{wheel}[train]", f"torch=={torch}", "numpy", "packaging", "triton")
         environment = {"PYTHONPATH": core}
     else:
         install(python, f"megatron-core=={core}", f"torch=={torch}")
