@@ -75,10 +75,6 @@ class Place:
         self.left: list[Callable[[dist.Store], None]] = []  # takes what a rendezvous that is over has left in the store
         self.heard: set[str] = set()  # what names failures
 
-    def connect(self) -> dist.Store:
-        """See `connected`."""
-        return connected(self.store)
-
     def write(self, store: dist.Store, question: str = "", failure: str = "") -> None:
         """What this rank tells from now on."""
         self.heard.update(question.split())
@@ -112,7 +108,7 @@ class Place:
         name = new_name() if failure else ""
         self.has_failed |= bool(failure)
         if self._process == os.getpid():
-            bounded(TELL_S, lambda: self.write(self.connect(), name, failure))
+            bounded(TELL_S, lambda: self.write(connected(self.store), name, failure))
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, Place] = weakref.WeakKeyDictionary()

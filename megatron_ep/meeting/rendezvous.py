@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_ep.errors import EPError
 from megatron_ep.meeting import codec, processes
-from megatron_ep.meeting.place import Place, Presence, bounded, new_name, place_of
+from megatron_ep.meeting.place import Place, Presence, bounded, connected, new_name, place_of
 
 Kept = TypeVar("Kept")
 Told = TypeVar("Told")
@@ -88,7 +88,7 @@ class StoreRendezvous:
         )
         self._place = place
         place.came = time.time()
-        self._store = self._connection = bounded(DECISION_S, place.connect)
+        self._store = self._connection = bounded(DECISION_S, lambda: connected(place.store))
         self._name = "" if self.rank else new_name()
         self._answered: set[str] = set()
         self._met: dict[int, Presence] = {}  # as they were seen last
