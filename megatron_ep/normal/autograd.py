@@ -1,6 +1,6 @@
-"""Autograd functions of dispatch and combine, on checked arguments: see `megatron_ep.normal.api`.
+"""Autograd functions of dispatch and combine, for arguments that `megatron_ep.normal.api` has checked.
 
-Tensors are the rows of each rank of this process, followed by the weights of each, if any.
+`tensors` are the rows of each rank of this process, followed by the weights of each, if any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_rows(grad: torch.Tensor) -> torch.Tensor:
-    """Rows without elements, for as many rows: those of float8 get no gradient, and only their weights travel."""
+    """Returns [R, 0] in place of gradients [R, H] of float8 rows: x gets none, so that only weights are sent."""
     return grad.new_empty(grad.shape[0], 0, dtype=torch.float32)
 
 
@@ -57,7 +57,7 @@ def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tenso
 
 
 def sends(handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None) -> Run:
-    """A dispatch of (x, weights) per rank to (rows, probs, scales) per rank."""
+    """Returns a function that dispatches (x, weights) per rank to (rows, probs, scales) per rank."""
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, weights = tensors[:num_ranks], tensors[num_ranks:]
@@ -69,7 +69,7 @@ def sends(handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None) -> 
 
 
 def sums(handle: Handle, num_ranks: int, *, is_weighted: bool = False) -> Run:
-    """A combine of (rows, weights) per rank: these travel, or multiply the rows."""
+    """Returns a function that combines (rows, weights) per rank. is_weighted: weights only multiply rows."""
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, weights = tensors[:num_ranks], tensors[num_ranks:] or None
@@ -96,12 +96,12 @@ class DispatchFunction(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         n, handle, (hidden, dtype) = ctx.num_ranks, ctx.handle, ctx.row
         is_float8 = dtype == torch.float8_e4m3fn
-        # Whether weights get a gradient is the same on all ranks, unlike whether they take part in the loss.
+        # All ranks must decide alike: requires_grad of weights is equal on all, but use in the loss may not be.
         sends_weights = any(ctx.needs_input_grad[3 + n :])
         with handle.group.abort_peers_on_error("dispatch"):
             rows, weights = [], []
             for i, rank in enumerate(handle.ranks):
-                if is_float8:  # rows of float8 get no gradient, and only their weights travel
+                if is_float8:  # float8 rows get no gradient, so that only weights are sent
                     rows.append(torch.empty(rank.rows, 0, dtype=torch.float32, device=handle.group.device))
                 else:
                     rows.append(_given(grads[i], (rank.rows, hidden), dtype, handle))
@@ -115,7 +115,7 @@ class DispatchFunction(Function):
 
 
 def _given(grad: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, handle: Handle) -> torch.Tensor:
-    """Zeros for what takes no part in the loss."""
+    """Returns the gradient in contiguous memory; zeros if the output was not used in the loss."""
     return torch.zeros(shape, dtype=dtype, device=handle.group.device) if grad is None else in_memory(grad)
 
 
@@ -172,7 +172,7 @@ class WeightedCombineFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n, handle = ctx.num_ranks, ctx.handle
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks them
+        saved = ctx.saved_tensors  # read only once, because a checkpoint unpacks them each time
         x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n

@@ -13,12 +13,12 @@ from megatron_ep.meeting.processes import OfOneProcess
 
 
 class CountRequest(NamedTuple):
-    """What a dispatch from scratch asks for, besides its ids. expert_capacity: 0 for none.
+    """Settings of a dispatch that makes a layout. expert_capacity: 0 for none.
 
-    has_fixed_sizes: with max_recv_tokens tables have room for the most even where the host knows how much they need;
-        and each is a tensor by itself.
-    allows_repeats: whether a token may choose an expert twice, of which it has one row all the same.
-    keeps_source_tokens: whether the handle is to know which token of its source each row is.
+    has_fixed_sizes: with max_recv_tokens, tables have their largest size even if the host knows the counts; each table
+        is a separate tensor.
+    allows_repeats: whether a token may choose an expert twice; it has one row there all the same.
+    keeps_source_tokens: whether the handle keeps the source token of each row.
     """
 
     expert_alignment: int
@@ -29,7 +29,7 @@ class CountRequest(NamedTuple):
     keeps_source_tokens: bool = False
 
     def members(self, topk_idx: torch.Tensor) -> Members:
-        """Of the launch."""
+        """Returns the kernel arguments of this request."""
         return {
             "index_bytes": topk_idx.element_size(),
             "expert_alignment": self.expert_alignment,
@@ -39,18 +39,18 @@ class CountRequest(NamedTuple):
 
 
 class RankHandle:
-    """One rank's part of a handle: what notify learned, and tables that dispatch fills.
+    """One rank's part of a handle: the layout that notify makes, and tables that dispatch fills.
 
-    counts: T; R, rows of the tensors that hold what arrived, padding included; tokens that the tables have room for.
-    layout: int32, as csrc/core/layout.h lays it out.
-    tokens_per_expert: int64 [2, L], padding included: once for the caller, and the handle's own.
-    made_on: the stream, see Backend.current_stream.
-    tables: int32, where those below that are not given begin at the numbers in `starts`.
-    dst_rows: int32 [received, K]; with flat rows the local expert, or -1.
+    counts: T; R, rows of the received tensors, including padding; tokens that the tables have room for.
+    layout: int32, laid out by csrc/core/layout.h.
+    tokens_per_expert: int64 [2, L], including padding: one row for the caller, one for the handle.
+    made_on: stream of the dispatch, see Backend.current_stream.
+    tables: int32 memory of the tables below that are not given; `starts` has their offsets.
+    dst_rows: int32 [received, K]: output rows; with flat rows the local expert, or -1.
     rail_experts: int32 [rail, K].
-    source_tokens: int32 [received], if asked for: the number at the source.
+    source_tokens: int32 [received], if requested: index of the token at its source.
     has_tables: whether a dispatch that fills the tables was launched.
-    own_rows: of a layout that was made by a plan of sequences: rows of this rank that stay here.
+    own_rows: rows of this rank that stay on it, if a plan of sequences made the layout; else None.
     """
 
     __slots__ = (
@@ -123,7 +123,7 @@ class RankHandle:
         return self.tables.narrow(0, start, rows * (columns or self.topk))
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """Of the layout, dst_rows, rail_experts and source_tokens; 0 where these were not asked for."""
+        """Returns the addresses of layout, dst_rows, rail_experts and source_tokens; 0 if the last is not kept."""
         if self._addresses is None:
             if self.tables is None:
                 tables = self.dst_rows.data_ptr(), self.rail_experts.data_ptr()
@@ -136,12 +136,12 @@ class RankHandle:
         return self._addresses
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that launches use."""
+        """Returns all tensors that launches use."""
         tensors = (self.layout, self.tables, self._dst_rows, self._rail_experts, self._source_tokens)
         return [tensor for tensor in tensors if tensor is not None]
 
     def relaid(self, rows: int, dst_rows: torch.Tensor | None = None) -> RankHandle:
-        """Returns the same layout for so many rows. dst_rows: to be filled; None: those that there are."""
+        """Returns the same layout for `rows` rows. dst_rows: a new table to be filled; None keeps the filled one."""
         return RankHandle(
             self.topk,
             self.counts._replace(rows=rows),
@@ -167,11 +167,11 @@ def shapes_of(owner: object, *names: str) -> str:
 
 
 class Handle(OfOneProcess):
-    """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
+    """The layout of one dispatch. Belongs to the buffer that made it, and cannot be used after that is closed.
 
     topk: K of the dispatch that made it.
-    ranks: empty until that dispatch has asked for the counts.
-    request, topk_idx: what that dispatch asks for, [T, K] a rank; None once it has.
+    ranks: empty until that dispatch has made the layout.
+    request, topk_idx: settings and ids [T, K] per rank of that dispatch; None and empty after it.
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 

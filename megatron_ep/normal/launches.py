@@ -1,6 +1,6 @@
-"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.api` has checked their arguments.
+"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.api` checks their arguments.
 
-Lists have one entry per rank of this process; a process with one rank launches by a plan.
+Lists have one entry per rank of this process. A process with one rank caches plans.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_ep.normal import plan, row_counts
 from megatron_ep.normal.handle import Handle
 
 Tensors = Sequence[torch.Tensor]
-# Rows, scales, weights of a rank each.
+# Rows, scales and weights, with one tensor per rank each.
 DispatchOutputs = tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]
 
-# Offset in a handle's layout. Copied here, because reading it from the extension would break torch.compile's graph.
+# Offset in a handle's layout. It is copied here, because reading it from the extension would break torch.compile.
 OVERFLOW = int(_C.Heap.overflow_offset)
 
 
@@ -33,11 +33,12 @@ def launch_dispatch(
     clears_end: bool,
     all_weights: bool = False,
 ) -> DispatchOutputs:
-    """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert; flat: [R, K] of weights. The
-    first dispatch of a handle asks for its counts.
+    """Dispatches x [T, H], scales [T, S] and weights [T, K] to [R, H], [R, S] and [R] (flat: [R, K]).
 
-    clears_end: also zero the unused rows after the last expert, as their weights are.
-    all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
+    The first dispatch of a handle makes its layout.
+
+    clears_end: whether unused rows after the last expert are zeros, as their weights always are.
+    all_weights: flat: whether to send the weights of other ranks' experts, which are zeros otherwise.
     """
     if plans_calls(handle.group):
         given = (x[0], _at(scales, 0), _at(weights, 0))
@@ -51,7 +52,7 @@ def launch_dispatch(
 
 
 def plans_calls(group: RankGroup) -> bool:
-    """Whether there is one rank, whose calls have plans."""
+    """Returns whether calls use cached plans, which need a single rank in this process."""
     return len(group.ranks) == 1
 
 
@@ -62,9 +63,10 @@ def launch_combine(
     row_weights: Tensors | None = None,
     biases: Tensors = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """x [R, H], weights [R] (flat: [R, K]) to sums [T, H] and single values [T, K]; row_weights [R] multiply x.
+    """Combines x [R, H] to sums [T, H], and returns weights [R] (flat: [R, K]) as [T, K]; row_weights [R] multiply x.
 
-    biases: at most two [T, H], of a process with one rank, to which the rows are added; K and their number at most 32.
+    biases: at most two tensors [T, H] that are added to the sums, in a process with one rank. K and their number
+        together are at most 32.
     """
     if plans_calls(handle.group):
         given = (x[0], _at(weights, 0), _at(row_weights, 0))
@@ -133,11 +135,12 @@ def _combine_on_all(
     return [(y, y_weights) for y, y_weights, *_ in parts]
 
 
-# ---- of a handle, or of rows and weights
+# ---- results of a handle, gradients, checks
 
 
 def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
-    """int64 [L], the caller's own. For the first of them nothing is copied: on a GPU that would be one more launch."""
+    """Returns int64 [L] per rank, which the caller may change. Copies only from the second call on, because a copy on a
+    GPU is a launch."""
     given = []
     for rank in handle.ranks:
         counts = rank.tokens_per_expert
@@ -147,15 +150,15 @@ def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
 
 
 def overflow_of(handle: Handle) -> list[torch.Tensor]:
-    """int32 [1], views: not 0 once rows did not fit."""
+    """Returns views int32 [1] per rank, which are not 0 once rows did not fit."""
     return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
 
 
 def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of x [R, H], which was multiplied by weights [R] before a combine. grad: [R, H], of the
-    products.
+    """Returns the gradient of x [R, H], which was multiplied by weights [R] before a combine.
 
-    is_row: bool [R], where a token's row lies; in padding x and weights may hold anything.
+    grad: [R, H], gradient of the products.
+    is_row: bool [R], False for padding, where x and weights are undefined.
     """
     return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(1)).to(x.dtype)
 
@@ -163,14 +166,14 @@ def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor,
 def gradient_of_weights(
     x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of these weights."""
+    """Returns the gradient of weights [R], see `gradient_of_rows`."""
     products = grad.to(weights.dtype) * x
     return torch.where(is_row, products.sum(dim=1), weights.new_zeros(()))
 
 
 def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
-    """Raises ValueError where the host would wait for counts of what a CUDA graph only captures. All ranks capture
-    alike: nobody is to be told."""
+    """Raises ValueError if the host would wait for counts while a CUDA graph is captured. Does not notify other ranks,
+    because all ranks capture alike."""
     backend = group.live_backend()
     if max_recv_tokens is None and not backend.host_knows_counts and backend.is_capturing():
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Dispatch and combine as operators of torch.library: what `torch.compile` puts into a graph.
+"""Dispatch and combine as operators of torch.library, which `torch.compile` puts into a graph.
 
-Operators take and return tensors and numbers alone, so a buffer goes by its number, and a handle as its tensors: the
-layout, and the two tables that dispatch fills. A `Handle` is put together around them. Sizes are known to the compiler
-where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
+Operators take and return only tensors and numbers: a buffer is passed as its number, and a handle as its layout and the
+two tables that dispatch fills. The compiler knows sizes that max_recv_tokens or expert_capacity fixes; others depend on
+data.
 
-Lists have one entry per rank of this process; an empty one stands for what is not given. backward_of: as for
+Lists have one entry per rank of this process, and are empty for arguments that are not given. backward_of: see
 `RankGroup.abort_peers_on_error`.
 """
 
@@ -25,7 +25,7 @@ from megatron_ep.normal import autograd, launches
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
-ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
+ANY_STREAM = -1  # stream of a handle's tables that no launch is on, so that every launch keeps them
 
 
 def _group(number: int) -> RankGroup:
@@ -44,7 +44,7 @@ def _handle(
     dst_rows: Sequence[Tensor],
     rails: Sequence[Tensor],
 ) -> Handle:
-    """counts: those of `RankHandle`, or anything where nobody asks for them."""
+    """Builds a handle from its tensors. counts: tokens_per_expert, or any tensors if they are not read."""
     topk = dst_rows[0].shape[1]
     ranks = [
         RankHandle(
@@ -82,7 +82,7 @@ def dispatch_op(
     max_recv_tokens: int,
     clears_end: bool,
 ) -> list[Tensor]:
-    """max_recv_tokens: 0 for none. Returns rows, weights of rows, scales of rows, counts, layouts, dst_rows, rails."""
+    """Returns rows, their weights and scales, counts, layouts, dst_rows, rails. max_recv_tokens: 0 for none."""
     group = _group(buffer)
     launches.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
@@ -136,7 +136,7 @@ def _(
             )
         counts_on = group.device if is_fixed else torch.device("cpu")
         counts.append(torch.empty(2, group.num_local_experts, dtype=torch.int64, device=counts_on))
-        # in proportion to the tokens, but for a constant: csrc/core/layout.h
+        # The size is a constant plus a term proportional to the tokens, see csrc/core/layout.h.
         size = group.heap.layout_size(0, topk) + 2 * num_tokens * topk
         layouts.append(idx.new_empty(size, dtype=torch.int32))
         dst_rows.append(idx.new_empty(received, topk, dtype=torch.int32))
@@ -170,7 +170,7 @@ def dispatch_again_op(
     clears_end: bool,
     backward_of: str,
 ) -> list[Tensor]:
-    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows."""
+    """Dispatches with the layout of an earlier dispatch. Returns rows, their weights and scales."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
@@ -216,7 +216,7 @@ def combine_op(
     num_tokens: Sequence[int],
     backward_of: str,
 ) -> list[Tensor]:
-    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x."""
+    """Combines x. Returns sums [T, H], and weights [T, K] if weights [R] are given; row_weights [R] multiply x."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
@@ -244,7 +244,7 @@ def _(
     ]
 
 
-# ---- their gradients: each is the other
+# ---- gradients: a dispatch's is a combine, a combine's is a dispatch
 
 
 def _keep(ctx: Any, x: list[Tensor], weights: list[Tensor], buffer: int, tables: Sequence[Tensor]) -> None:
@@ -257,7 +257,7 @@ def _parts(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
 
 
 def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """The gradients of what a dispatch sent: of x, and of weights."""
+    """Returns the gradients of the x and the weights that a dispatch sent."""
     n = len(ctx.sizes)
     rows = list(map(autograd.empty_rows if ctx.is_float8 else autograd.in_memory, grads[:n]))
     weights = [autograd.in_memory(grad) for grad in grads[n : 2 * n]] if ctx.has_weights else []
@@ -312,14 +312,13 @@ dispatch_op.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
 dispatch_again_op.register_autograd(_dispatch_again_backward, setup_context=_setup_dispatch_again)
 combine_op.register_autograd(_combine_backward, setup_context=_setup_combine)
 
-# All ranks make the same calls in the same order. Of operators that are nothing but functions of their arguments a
-# compiler leaves out those whose results nobody reads, makes one of two that are alike, and sorts independent ones by
-# the sizes of their tensors, which differ between ranks.
+# All ranks must make the same calls in the same order. A compiler may omit operators without effects if their results
+# are unused, merge equal ones, and reorder independent ones by tensor sizes, which differ between ranks.
 for _op in (dispatch_op, dispatch_again_op, combine_op):
     _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
 
-# ---- what a traced call is made of
+# ---- traced calls
 
 
 def traced_dispatch(
@@ -330,7 +329,7 @@ def traced_dispatch(
     *,
     clears_end: bool,
 ) -> tuple[list[Tensor], Handle]:
-    """As `autograd.differentiable_dispatch`, and the handle with its tensors."""
+    """Dispatches like `autograd.differentiable_dispatch` by operators; also returns the handle with its tensors."""
     n, number, request = len(x), handle.group.number, handle.request
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
@@ -354,7 +353,7 @@ def traced_dispatch(
 
 
 def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
-    """As `autograd.differentiable_combine`, or with row_weights as `autograd.WeightedCombineFunction`."""
+    """Combines like `autograd.differentiable_combine`, or with row_weights like `autograd.WeightedCombineFunction`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
     return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens, "")
 

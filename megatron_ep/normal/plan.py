@@ -1,7 +1,7 @@
-"""Dispatches and combines of a process with one rank, prepared: a call adds addresses, and counts where they vary.
+"""Plans of dispatches and combines with checked arguments.
 
-A plan is everything else about a call, kept by what its tensors and settings are: a model makes the same calls again.
-Arguments were checked before.
+A plan is everything about a rank's call except addresses, and counts where they vary. It is cached by dtypes, shapes
+and settings, because a model repeats its calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from megatron_ep.normal.handle import Handle, RankHandle
 
 Tensor = torch.Tensor
 
-# Rows after which an NVLink ring's flag is published even if nobody waits for it. Not measured against other numbers.
+# Rows after which an NVLink ring's flag is published, even if no warp waits. Other numbers have not been measured.
 NVL_BATCH = 8
-# The largest ratio of the memory that combine's intra-rank pass takes (a sum for each row that may arrive) to the bytes
-# that it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7
-# on 32. With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more
-# than 5.
+# The largest ratio of the memory of combine's intra-rank pass (one sum for each row that may arrive) to the bytes that
+# it saves the exchange from reading. With uniform routing and K = 8 the ratio is 1.9 on 8 ranks, 4.3 on 16 and 8.7 on
+# 32. With expert_capacity it is far above 5 on many ranks: W * T rows may arrive, and few have several output rows.
 MAX_SUM_BYTES = 5
-LINE = 32  # int32 of 128 bytes: a table begins at a multiple of it
+LINE = 32  # alignment of tables, in int32 (128 bytes)
 
 NOTIFY, DISPATCH, FUSED, AHEAD, AGAIN, COMBINE = map(
     int,
@@ -43,9 +42,9 @@ NOTIFY, DISPATCH, FUSED, AHEAD, AGAIN, COMBINE = map(
     ),
 )
 
-# What the launch of a plan gives, in this order: members of the kernels' arguments, csrc/core/args.h.
+# Members of the kernels' arguments (csrc/core/args.h) that each launch of a plan passes, in this order.
 DISPATCH_GIVEN = (
-    *("topk_idx", "tokens_per_expert", "layout"),  # an exchange of counts needs no others
+    *("topk_idx", "tokens_per_expert", "layout"),  # an exchange of counts needs only these
     *("x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("dst_rows", "rail_experts", "source_tokens", "max_rows", "max_received", "max_rail"),
     *("has_intra_rank_pass", "min_rows", "is_ahead", "fills_tables", "handle_age"),
@@ -59,7 +58,7 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
 
 
 def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, weights: Tensor | None) -> _C.RowFormat:
-    """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
+    """Returns the format in which rows of these tensors are sent. Raises ValueError if a ring cannot hold one row."""
     of_scales = None if scales is None else (scales.dtype, scales.shape[1])
     looks = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights.dtype)
     known: _C.RowFormat | None = group.known_calls.get(looks)
@@ -75,16 +74,16 @@ def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, wei
     min_bytes = row.slot_bytes
     for name, ring_bytes in group.ring_bytes.items():
         if ring_bytes < min_bytes:
-            given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
+            given = getattr(group.config.tuning, name) or ring_bytes  # the heap rounds the configured size up
             raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
     group.known_calls.add(looks, row)
     return row
 
 
 def members_of(handle: Handle, row: _C.RowFormat, num_tokens: int) -> Members:
-    """What dispatches and combines of a rank have in common."""
+    """Returns the members that dispatches and combines of a rank have in common."""
     group = handle.group
-    # Half a ring: then both of its ends can work at once.
+    # A batch is at most half a ring, so that the sender and the receiver can work at the same time.
     batch = 1 << max(0, row.slots(group.heap.nvl_ring_bytes).bit_length() - 2)
     return {
         "num_tokens": num_tokens,
@@ -96,25 +95,25 @@ def members_of(handle: Handle, row: _C.RowFormat, num_tokens: int) -> Members:
 
 
 def is_planned(handle: Handle) -> bool:
-    """Whether the layout was made by a plan of sequences."""
+    """Returns whether the layout was made by a plan of sequences."""
     return handle.request is None and handle.ranks[0].own_rows is not None
 
 
 def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, given: Sequence[str]) -> Any:
-    """Of a process with one rank; with several their members are put together."""
+    """Returns the call of a process with one rank; None with several ranks, which share a call."""
     return make(row, [members], given) if len(group.ranks) == 1 else None
 
 
 def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> list[int]:
-    """Of an exchange of counts."""
+    """Returns the launch arguments of an exchange of counts."""
     addresses = [ids.data_ptr(), told.data_ptr(), layout.data_ptr()]
     return addresses + [0] * (len(DISPATCH_GIVEN) - len(addresses))
 
 
 class DispatchPlan:
-    """A dispatch with such tensors of one rank, from scratch or with a handle.
+    """The plan of one rank's dispatch, with new ids or with the layout of a handle.
 
-    members: those that no launch gives. room: what there is for a host that does not ask for counts.
+    members: kernel arguments that are equal in all launches. room: allocated rows if the host does not wait for counts.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class DispatchPlan:
             self.members |= request.members(handle.topk_idx[0])
             self.layout_size = group.heap.layout_size(self.num_tokens, topk)
             self.waits = request.max_recv_tokens is None
-            self.is_counted = self.waits or group.live_backend().host_knows_counts  # before rows are launched
+            self.is_counted = self.waits or group.live_backend().host_knows_counts  # counts come before rows are sent
             if not self.waits:
                 self.room = row_counts.most(group, request, self.num_tokens)
         self.call = call_of(group.live_backend().group.dispatch, group, self.row, self.members, DISPATCH_GIVEN)
@@ -150,7 +149,7 @@ class DispatchPlan:
     def tensors(
         self, handle: Handle, ids: Tensor | None, scales: Tensor | None, x: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Rows, and weights and scales if there are any. As `run`."""
+        """Calls `run` and returns rows, then weights and scales if there are any. Aborts the peers on an error."""
         try:
             rows, out_scales, probs = self.run(handle, ids, x, scales, weights)
         except BaseException as error:
@@ -163,7 +162,7 @@ class DispatchPlan:
     def run(
         self, handle: Handle, ids: Tensor | None, x: Tensor, scales: Tensor | None, weights: Tensor | None
     ) -> Outputs:
-        """Returns rows, scales and weights of rows. ids: None with a handle; else gives the handle its rank."""
+        """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; None uses the handle's layout."""
         group = handle.group
         backend = group.live_backend()
         if ids is not None and self.is_counted:
@@ -191,7 +190,7 @@ class DispatchPlan:
             try:
                 rank = self.new_rank(backend, room, None, told)
                 outputs, values = self.arguments(handle, backend, rank, *given, least=least, is_ahead=True)
-            except torch.cuda.OutOfMemoryError:  # for tensors of the right size there may be enough
+            except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
             totals, fits = backend.launch(backend.group, self.call, AHEAD, *values)
@@ -205,7 +204,7 @@ class DispatchPlan:
                         tensor.resize_(counts.rows, *tensor.shape[1:])
                 return outputs
             layout, phase = rank.layout, AGAIN
-            del rank, outputs  # a wrong guess: its memory is free for tensors of the right size
+            del rank, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
             layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
             totals, _ = backend.launch(backend.group, self.call, NOTIFY, *counts_given(ids, told, layout))
@@ -220,7 +219,7 @@ class DispatchPlan:
         return outputs
 
     def new_rank(self, backend: Backend, counts: RowCounts, layout: Tensor | None, told: Tensor) -> RankHandle:
-        """With tables for so many rows. layout: None where it is to lie before the tables."""
+        """Returns a rank's handle with tables for `counts` rows. layout: None: it precedes the tables in memory."""
         request, topk, made_on = self.request, self.topk, backend.current_stream()
         _, _, received, rail = counts
         if request.has_fixed_sizes:
@@ -251,7 +250,7 @@ class DispatchPlan:
         least: int = 0,
         is_ahead: bool = False,
     ) -> tuple[Outputs, tuple[int, ...]]:
-        """Returns outputs, and what a launch that fills them is given."""
+        """Allocates the outputs and returns them with the arguments of the launch that fills them."""
         if rank.made_on != backend.current_stream():
             backend.keep_for_launch(rank.tensors(), rank.made_on)
         _, rows, received, rail = rank.counts
@@ -266,7 +265,7 @@ class DispatchPlan:
                 out_weights = torch.empty(rows, dtype=self.weight_dtype, device=self.device)
         layout, dst_rows, rail_experts, source_tokens = rank.addresses()
         fills, rank.has_tables = not rank.has_tables, True
-        if rank.own_rows is not None:  # those that stay on this rank are copied
+        if rank.own_rows is not None:  # the pass copies rows that stay on this rank
             passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
         else:
             passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
@@ -295,7 +294,7 @@ class DispatchPlan:
 
 
 class CombinePlan:
-    """A combine with such tensors of one rank: weights travel beside the rows, row_weights multiply them."""
+    """The plan of one rank's combine. weights are sent with the rows, row_weights multiply them."""
 
     def __init__(self, handle: Handle, rank: RankHandle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None):
         group = handle.group
@@ -310,7 +309,7 @@ class CombinePlan:
         self.call = call_of(group.live_backend().group.combine, group, self.row, self.members, COMBINE_GIVEN)
 
     def tensors(self, handle: Handle, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The sums."""
+        """Calls `run` and returns the sums. Aborts the peers on an error."""
         try:
             return (self.run(handle, x, None, row_weights)[0],)
         except BaseException as error:
@@ -325,7 +324,7 @@ class CombinePlan:
         row_weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns sums, and the weights of tokens."""
+        """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
         backend = handle.group.live_backend()
         y, y_weights, _, given = self.arguments(handle, backend, handle.ranks[0], x, weights, row_weights, biases)
         backend.launch(backend.group, self.call, COMBINE, *given)
@@ -344,7 +343,7 @@ class CombinePlan:
         row_weights: Tensor | None,
         biases: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:
-        """Returns outputs, what must be kept until the launch, and what it is given."""
+        """Returns the two outputs, a tensor that must be kept until the launch, and the launch arguments."""
         group = handle.group
         if rank.made_on != backend.current_stream():
             backend.keep_for_launch(rank.tensors(), rank.made_on)
@@ -385,7 +384,7 @@ def dispatch_plan(
     clears_end: bool,
     all_weights: bool = False,
 ) -> DispatchPlan:
-    """For a dispatch from scratch if the handle has a request, else with its layout."""
+    """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
     asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
     how = (handle.topk, handle.is_flat, is_planned(handle), clears_end, all_weights)
     looks = ("dispatch", how, asked, *map(_look, (x, scales, weights)))
@@ -423,8 +422,8 @@ def dispatch_signature(
     max_recv_tokens: int | None,
     layout: str,
 ) -> tuple[object, ...] | None:
-    """Of arguments of `megatron_ep.dispatch` that a launch reads as they are, by which a plan is kept once they were
-    right; None of others. Types are part of it, for True is 1; values of ids are not."""
+    """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked;
+    None if tensors must be converted. It has types, because True == 1, but not the values of ids."""
     try:
         needs_gradient = x.requires_grad
         of_weights = of_scales = None
@@ -461,12 +460,12 @@ def dispatch_signature(
             return None
         [rank] = handle.ranks
         return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, rank.counts.num_tokens)
-    except (AttributeError, ValueError):  # no tensors, or lists of them
+    except (AttributeError, ValueError):  # arguments are lists of tensors, or invalid
         return None
 
 
 def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...] | None:
-    """Likewise, but for the number of rows, which is right."""
+    """Returns the key of arguments of `megatron_ep.combine`, see `dispatch_signature`; None also for a wrong shape."""
     try:
         [rank] = handle.ranks
         num_tokens, rows, _, _ = rank.counts
@@ -489,7 +488,7 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...
 
 
 def has_pass(group: RankGroup, row: _C.RowFormat, rows: int, min_stores: float = 0.0) -> bool:
-    """Whether launches of their own copy, or sum, rows that several experts of this rank share."""
+    """Returns whether separate launches copy, or sum, rows that several experts of this rank share."""
     if group.config.tuning.local_pass is not None:
         return group.config.tuning.local_pass
     least = group.live_backend().min_local_bytes
@@ -497,7 +496,7 @@ def has_pass(group: RankGroup, row: _C.RowFormat, rows: int, min_stores: float =
 
 
 def least_for_pass(group: RankGroup, row: _C.RowFormat) -> float:
-    """With fewer rows there is none."""
+    """Returns the number of rows below which there is no intra-rank pass."""
     local_pass = group.config.tuning.local_pass
     if local_pass is not None:
         return 0 if local_pass else math.inf
@@ -505,7 +504,7 @@ def least_for_pass(group: RankGroup, row: _C.RowFormat) -> float:
 
 
 def sums_of(group: RankGroup, row: _C.RowFormat, rows: int, arrivals: int, x: Tensor) -> Tensor | None:
-    """[arrivals, H], what combine's intra-rank pass sums to; None: there is no such pass."""
+    """Returns the tensor [arrivals, H] for the sums of combine's intra-rank pass; None if there is no such pass."""
     if not has_pass(group, row, rows) or not group.live_backend().may_wait_on_side_stream():
         return None
     if not sum_bytes_of(group.topology.world_size, row.topk, rows, arrivals, row.payload_bytes):
@@ -514,22 +513,18 @@ def sums_of(group: RankGroup, row: _C.RowFormat, rows: int, arrivals: int, x: Te
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
-    """Returns the bytes of rows with several output rows on a rank, which an intra-rank pass copies or sums once.
-
-    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
-    """
+    """Returns the bytes of rows with several output rows on a rank, which an intra-rank pass copies or sums once."""
     return rows * (1 - arrivals_of(world_size, topk)) * row_bytes
 
 
 @functools.lru_cache(maxsize=64)
 def arrivals_of(world_size: int, topk: int) -> float:
-    """Rows that arrive for each row of an expert."""
+    """Returns arriving rows per expert row with uniform routing: K experts are on W * (1 - (1 - 1 / W)^K) ranks."""
     return world_size * (1 - (1 - 1 / world_size) ** topk) / topk
 
 
 def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes: int) -> int:
-    """What combine takes for the sums of its intra-rank pass, for so many rows of experts, of as many tokens at most; 0
-    where that is too much: then there is no such pass."""
+    """Returns the bytes of the sums of combine's intra-rank pass; 0 if they are too many, so that there is no pass."""
     size = arrivals * row_bytes
     return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
 
@@ -537,15 +532,13 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
 def pays_intra_rank_pass(
     topology: Topology, topk: int, rows: int, row_bytes: int, min_bytes: float, min_stores: float = 0.0
 ) -> bool:
-    """Whether it saves time to copy, or to sum, by launches of their own those of so many rows that arrive together.
+    """Returns whether an intra-rank pass for `rows` expert rows saves time.
 
-    A row that arrives is stored in a ring and in each of its output rows.
-
-    min_bytes: that must be saved.
-    min_stores: of a row, which would be too many for the exchange.
+    min_bytes: bytes that it must save.
+    min_stores: mean stores of an arriving row, to a ring and to output rows, that are too many for the exchange.
     """
     if rows * row_bytes < min_bytes:
         return False
-    # between nodes the exchange has other rows to store, too
+    # With several nodes the exchange also stores rows that it forwards.
     too_many_stores = topology.nodes > 1 or 1 + 1 / arrivals_of(topology.world_size, topk) >= min_stores
     return _saved_bytes(topology.world_size, topk, rows, row_bytes) >= min_bytes and too_many_stores

@@ -1,4 +1,4 @@
-"""How many rows a rank gets: it asks the others, or expects as many as last time."""
+"""The number of rows that a rank receives: exchanged with the other ranks, or expected from the last dispatch."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from megatron_ep.config import Topology
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountRequest
 
-# A dispatch that is launched before its counts are known has room for a little more than the last one needed, and is
-# launched again if more than this share of it would stay empty. Not measured against other numbers.
+# A dispatch that is launched before its counts are known has room for MORE_ROWS more than the last one needed, and is
+# launched again if more than MOST_EMPTY of it would be unused. Other numbers have not been measured.
 MORE_ROWS = 1 / 16
 MOST_EMPTY = 1 / 8
-FEW_ROWS = 64  # that do not matter in both cases
+FEW_ROWS = 64  # rows that do not matter in either case
 
 
 def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
-    """Tokens whose output rows a rank notes when it does not ask how many arrive; those after them are left out.
+    """Returns the number of arriving tokens that tables have room for if the host does not wait for counts.
 
-    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
-    it is all tokens, if no rank has more than this one.
+    Further tokens are dropped. Without a capacity, max_recv_tokens tokens fill all rows. With one, tokens of a full
+    expert take no row, so there is room for all tokens, if no rank has more than this one.
     """
     return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
 
 
 def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
-    """Tokens of other nodes that pass through a rank of which it does not ask how many there are.
+    """Returns the number of tokens of other nodes that tables have room for if the host does not wait for counts.
 
-    If no rank has more tokens than this one, (N - 1) * T are all of them. Those of ranks that have more are known by
-    where they go: each arrives at a rank of this node, which expects no more than `arrivals`.
+    (N - 1) * T are all of them if no rank has more tokens than this one. Otherwise the bound comes from their
+    destinations: each arrives at a rank of this node, which has room for `arrivals`.
     """
     others = topology.nodes - 1
     return min(others * max(num_tokens, max_recv_tokens), others * num_tokens + topology.ranks_per_node * arrivals)
 
 
 def most(group: RankGroup, request: CountRequest, num_tokens: int) -> RowCounts:
-    """Those that there is room for with max_recv_tokens, where nobody asks how many there are."""
+    """Returns the rows that max_recv_tokens gives room for, if the host does not wait for counts."""
     rows = request.max_recv_tokens
     assert rows is not None
     received = max_arrivals(rows, request.expert_capacity, num_tokens, group.topology.world_size)
@@ -48,14 +48,13 @@ def most(group: RankGroup, request: CountRequest, num_tokens: int) -> RowCounts:
 
 
 def expected(group: RankGroup, request: CountRequest, num_tokens: int, is_flat: bool) -> RowCounts | None:
-    """What there should be room for before the counts are known; None where they are to be known first: so if this
-    rank has other tokens than last time.
-    """
+    """Returns the rows to allocate before the counts are known; None if the host must wait for them first, for example
+    because the last dispatch had another number of tokens."""
     last = group.last_counts
     if last is None or not group.live_backend().launches_ahead or last.num_tokens != num_tokens:
         return None
     rows, received, rail = (count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last[1:])
-    if is_flat:  # tables and tensors have the same rows, and what lies behind the last one is marked in both
+    if is_flat:  # tables and tensors have the same rows, and unused rows are marked in both
         rows = received
     elif request.expert_capacity:
         rows = request.expert_capacity * group.num_local_experts
@@ -63,7 +62,7 @@ def expected(group: RankGroup, request: CountRequest, num_tokens: int, is_flat: 
 
 
 def least_rows(room: RowCounts) -> int:
-    """With fewer rows too much of it would stay empty."""
+    """Returns the number of rows below which too much of `room` would be unused."""
     return max(0, int((1 - MOST_EMPTY) * room.rows) - FEW_ROWS)
 
 
@@ -74,8 +73,8 @@ def known(
     totals: Sequence[_C.Totals],
     is_flat: bool,
 ) -> list[RowCounts]:
-    """What an exchange has told. Raises ValueError for ids that are none, and what `RankGroup.raise_if_aborted` raises.
-    The next dispatch expects about as many rows as one for whose counts the host has waited."""
+    """Returns the counts that an exchange gave, and keeps them for `expected` if the host waited for them. Raises
+    ValueError for invalid ids, and what `RankGroup.raise_if_aborted` raises."""
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=True):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token, request.allows_repeats)
@@ -85,7 +84,7 @@ def known(
         rows, received, rail = total.expert_rows, total.received_rows, total.rail_rows
         if request.max_recv_tokens is not None:
             room = most(group, request, len(idx))
-            if not request.has_fixed_sizes:  # the caller has the flat table, of R rows
+            if not request.has_fixed_sizes:  # a flat table has R rows, because the caller gets it
                 room = room._replace(received=room.rows if is_flat else min(received, room.received), rail=rail)
             counts.append(room)
             continue
@@ -97,11 +96,11 @@ def known(
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
     backend = group.live_backend()
-    # Nobody else is waiting; but a low-latency mode would lose its masks and what is under way.
+    # A reset is safe, because no other process waits, unless a low-latency mode would lose its masks and pending calls.
     if len(group.ranks) == group.topology.world_size and not backend.parts:
         backend.reset()
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
-    token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
+    token = a_bad_token if first is None else first  # ids on a GPU may have been overwritten since
     raise expert_ids.refusal(
         topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None, allows_repeats
     )
