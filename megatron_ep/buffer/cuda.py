@@ -1,8 +1,7 @@
 """The CUDA backend: launches on torch's streams.
 
-A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU
-afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a
-dispatch whose number of rows is not given.
+A launch is enqueued on torch's current stream and returns immediately. The next call or `synchronize` raises later
+failures on the GPU. The host waits only for the counts of a dispatch whose number of rows is not given.
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ from megatron_ep.meeting.place import in_thread
 
 T = TypeVar("T")
 
-SPIN_S = 500e-6  # seconds that the host polls for counts without a sleep: usually they are there by then
-POLL_S = 50e-6  # seconds between two looks for counts after that
-LISTEN_S = 50e-3  # seconds between two looks, while the host waits, for whether another rank's failure ends the wait
-GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
+SPIN_S = 500e-6  # seconds that the host polls without sleeping; counts usually arrive within this time
+POLL_S = 50e-6  # seconds between two polls after that
+LISTEN_S = 50e-3  # seconds between two checks, while the host waits, for a failure of another rank
+GRAPHS_S = 1.0  # seconds that CUDA may need until it no longer counts a deleted graph
 
 
-# Dispatch leaves second and further output rows to the intra-rank pass where n SMs cannot store all of a row's copies
-# in the time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
+# Dispatch leaves second and further output rows to the intra-rank pass if n SMs cannot store all copies of a row in the
+# time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
 #     n * (bytes/s that an SM stores) / (bytes/s of a GPU's links) = n * 50 GB/s / 330 GB/s = 0.15 * n   (H200).
-# With n = 24 that is 3.6 stores. Drawn evenly, K = 8 comes to 3.2 on four GPUs, and to 5.0 on two, which need the pass.
+# With n = 24 that is 3.6 stores. Uniform routing with K = 8 needs 3.2 on four GPUs, and 5.0, and thus the pass, on two.
 MIN_STORES_PER_SM = 0.15
 
-# CUDA takes about 1,000 launches of all kinds ahead of the GPU. A host that has to wait for room there holds a lock of
-# the driver's, so that nobody in its process can tell the GPU to stop. With 40 kernels of a model between two launches
-# of ours, the host never gets there.
+# CUDA queues about 1,000 launches of all kinds. A host thread that waits for space in that queue holds a lock of the
+# driver, so that no thread of its process can make the GPU stop. This limit leaves room for 40 kernels of a model
+# between two launches of this library.
 MAX_LAUNCHES_AHEAD = 16
 
-# Closed, but a CUDA graph may still replay their launches.
+# Closed backends whose launches a CUDA graph may still replay.
 _replayable: list[CudaBackend] = []
 
 
 class CudaBackend(OfGroup):
-    """See `interface.Backend`: the ranks of this process are on one GPU.
+    """The backend of ranks of this process on one GPU, see `interface.Backend`.
 
-    Where a library carries the puts, and may wait for ever inside a launch, a call that waits here for that launch is
-    told by an EPStuckError.
+    If a library carries the puts, it may wait forever inside a launch; a call that waits for such a launch raises
+    EPStuckError.
 
-    connection: over one of the fabrics.
-    sms: that the exchange runs on.
-    rank: the first one of this process.
+    connection: connection over one of the fabrics.
+    sms: number of SMs of an exchange.
+    rank: the first rank of this process.
     """
 
-    # Bytes that the intra-rank pass must save: with 32 MiB (T = 450 at H = 7168, K = 8 on two H200) dispatch and
-    # combine together take as long with it as without.
+    # Bytes that the intra-rank pass must save. At 32 MiB (T = 450, H = 7168, K = 8 on two H200) dispatch and combine
+    # together take the same time with and without it.
     min_local_bytes = 32 << 20
     host_knows_counts = False
 
@@ -79,19 +78,19 @@ class CudaBackend(OfGroup):
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
-        self._last: torch.cuda.Stream | None = None  # of the last launch
+        self._last: torch.cuda.Stream | None = None  # stream of the last launch
         self._last_stream: int | None = None
-        self._since_mark = 0  # launches
-        self._listened = 0.0  # when another rank's failure was last looked for
-        self._mark: torch.cuda.Event | None = None  # so many launches ago
-        self._counts: list[torch.Tensor] = []  # those for which the host waits, of each rank of this process
-        self._is_counting = False  # an exchange of them is under way, or has failed: a queued kernel may write to them
-        self._captured_parts: list[object] = []  # whose launches graphs may replay
+        self._since_mark = 0  # launches since the mark
+        self._listened = 0.0  # time of the last check for another rank's failure
+        self._mark: torch.cuda.Event | None = None  # event _since_mark launches ago
+        self._counts: list[torch.Tensor] = []  # pinned counts for which the host waits, per rank of this process
+        self._is_counting = False  # whether a queued kernel may write to _counts
+        self._captured_parts: list[object] = []  # parts whose launches graphs may replay
 
     def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
         if not wait:
             return torch.empty(2, experts, dtype=torch.int64, device=self._device)
-        while len(self._counts) <= index:  # of the host, where the GPU reaches it
+        while len(self._counts) <= index:  # pinned host memory, which the GPU can write
             self._counts.append(torch.empty(2, experts, dtype=torch.int64, device="cpu", pin_memory=True))
         self._is_counting = True
         return self._counts[index]
@@ -101,7 +100,7 @@ class CudaBackend(OfGroup):
         return counts.clone()
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # torch keeps the memory of a GPU, and takes sizes faster one by one
+        # torch's caching allocator reuses memory, and torch parses separate sizes faster than a sequence.
         return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
@@ -111,22 +110,22 @@ class CudaBackend(OfGroup):
                 tensor.record_stream(stream)
 
     def may_wait_on_side_stream(self) -> bool:
-        # Other processes may take all SMs, and a graph's branches may run in any order unless an event orders them.
+        # Other processes may use all SMs, and a graph's branches may run in any order unless an event orders them.
         return not self.shares_gpu and (not self.is_capturing() or self.group.orders_graphs())
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> int:
-        # what torch.cuda.current_stream is made of: a call asks often
+        # torch.cuda.current_stream wraps this, and is slower. Each call needs the stream several times.
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def finished(self) -> bool:
-        return False  # a launch that was enqueued tells nothing yet
+        return False  # the host does not know when an enqueued launch ends
 
     def finish_launches(self) -> None:
         gpu.run_deferred()
-        # A CUDA graph's replays are counted nowhere, but what comes next on this stream depends on them.
+        # Replays of CUDA graphs are not recorded, but later work on the current stream depends on them.
         current = torch.cuda.current_stream(self._device) if self._launches.are_captured else None
         for stream in (self._last, current):
             if stream is not None:
@@ -134,8 +133,8 @@ class CudaBackend(OfGroup):
         self.group.listen()
 
     def _is_reached_or_failed(self, event: torch.cuda.Event) -> bool:
-        """Whether the event is reached, or never may be: work behind a launch that has failed, such as a reduction of
-        gradients, may itself wait for the rank that the launch gave up on."""
+        """Returns whether the event is reached, or may never be: work after a failed launch, such as a reduction of
+        gradients, may wait for the rank that the launch gave up on."""
         if event.query() or self.aborted() is not None:
             return True
         now = time.monotonic()
@@ -163,20 +162,20 @@ class CudaBackend(OfGroup):
     def needs_memory(self) -> str:
         if self.is_capturing():
             return "a CUDA graph is being captured"
-        deadline = time.monotonic() + GRAPHS_S  # CUDA counts a graph that was deleted a little later
+        deadline = time.monotonic() + GRAPHS_S  # CUDA still counts a deleted graph for a short time
         while self.group.graphs() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         graphs = self.group.graphs()
         return f"{graphs} CUDA graphs may replay its launches, must be deleted before" if graphs else ""
 
     def close(self) -> None:
-        """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
-        NaN: other ranks, and their memory, may be gone."""
+        """Closes the backend. Launches that CUDA graphs may replay are kept as long as the graphs, but then only fill
+        their outputs with NaN, because other ranks and their memory may be gone."""
         if self.is_capturing():
             self.put_off(self.close)
             return
         _forget_graphs_that_are_gone()
-        self.group.watch = None  # a circle through the extension, which nothing else breaks
+        self.group.watch = None  # breaks a reference cycle through the extension, which the collector does not see
         if self._is_counting and not gpu.is_stuck(self.group):
             torch.cuda.synchronize(self._device)
             self._is_counting = False
@@ -186,12 +185,12 @@ class CudaBackend(OfGroup):
 
     @property
     def seconds(self) -> float:
-        """Seconds of finished launches on the GPU since this was first read; events are recorded only from then on.
-        Captured graphs are not counted."""
+        """Seconds of finished launches on the GPU since the first read of this, which starts the recording of events.
+        Excludes captured graphs."""
         return self._launches.measured()
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Until the event is reached; Ctrl-C ends the waits on the GPU too."""
+        """Waits until the event is reached. Ctrl-C also ends the waits on the GPU."""
         self._wait_until(event.query)
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
@@ -209,7 +208,7 @@ class CudaBackend(OfGroup):
             raise
 
     def synchronize(self) -> None:
-        """Until all launches are done, those of captured graphs too."""
+        """Waits until all launches are done, including those of captured graphs."""
         gpu.run_deferred()
         if self._last is not None:
             self.wait(self._last.record_event())
@@ -218,12 +217,12 @@ class CudaBackend(OfGroup):
         torch.cuda.synchronize(self._device)
 
     def _under_way(self) -> tuple[str, bool] | None:
-        """See `Launches`."""
+        """Returns the call that the GPU has entered and not finished, see `Launches`."""
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
     def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
-        """part: what it uses besides the group."""
+        """Launches a phase of a call on the current stream. part: the part of the buffer that it uses, if any."""
         stream = self.current_stream()
         if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
@@ -232,7 +231,7 @@ class CudaBackend(OfGroup):
             if part is not None and part not in self._captured_parts:
                 self._captured_parts.append(part)
             self.group.note_capture(stream)
-            # a graph orders what it holds itself, and torch synchronizes before it captures
+            # A graph orders its own launches, and torch synchronizes before it captures.
             return group.launch(call, phase, stream, *given)
         if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
@@ -240,7 +239,7 @@ class CudaBackend(OfGroup):
             if stream != self._last_stream:
                 current = torch.cuda.current_stream(self._device)
                 if self._last is not None:
-                    current.wait_event(self._last.record_event())  # two launches at once would share the rings
+                    current.wait_event(self._last.record_event())  # launches share rings, and must not run in parallel
                 self._last, self._last_stream = current, stream
             self._since_mark += 1
             if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
@@ -254,7 +253,7 @@ class CudaBackend(OfGroup):
             self._busy.release()
 
     def _wait_for_earlier_launches(self) -> None:
-        """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
+        """Waits until the GPU has at most MAX_LAUNCHES_AHEAD unfinished launches."""
         assert self._last is not None
         if self._mark is not None:
             self.wait(self._mark)
@@ -262,7 +261,7 @@ class CudaBackend(OfGroup):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """A launch inside which a library waits for ever ends the use of the GPU by this process, not its errors."""
+        """Aborts the group after an EPStuckError, and keeps its memory forever, because its launch still runs."""
         try:
             yield
         except EPStuckError as error:

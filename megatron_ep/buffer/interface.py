@@ -10,40 +10,40 @@ import torch
 from megatron_ep import _C
 from megatron_ep.diagnosis.blame import RankStatus
 
-# Numbers and addresses of one rank's part of a call, by the names of members of the kernels' arguments in
-# csrc/core/args.h and csrc/core/low_latency_args.h. What is left out is 0, or as they say.
+# Numbers and addresses of one rank's part of a call, by member of the kernels' arguments in csrc/core/args.h and
+# csrc/core/low_latency_args.h. Omitted members have the defaults there.
 Members = dict[str, int]
 
 
 class RowCounts(NamedTuple):
-    """Rows of a rank's dispatch, or those that its tables and tensors have room for."""
+    """Rows of a rank's dispatch, or the rows that its tables and tensors have room for."""
 
     num_tokens: int  # T
-    rows: int  # R, of the tensors that hold what arrived, padding included
+    rows: int  # R, rows of the received tensors, including padding
     received: int  # tokens that arrive
     rail: int  # tokens that pass through this rank to others of its node
 
 
 class HasMemory(Protocol):
     @property
-    def memories(self) -> Sequence[Any]: ...  # of all ranks, where they are mapped
+    def memories(self) -> Sequence[Any]: ...  # mapped memory of all ranks
 
     @property
-    def network_memory(self) -> Any: ...  # of this rank, where a network's library has it; else None
+    def network_memory(self) -> Any: ...  # memory of this rank that a network's library owns, or None
 
 
 class Part(HasMemory, Protocol):
-    """What a buffer has besides its backend."""
+    """A part of a buffer in addition to its backend, such as the low-latency mode."""
 
     def reset(self) -> None: ...
 
-    def let_go(self) -> None: ...  # of the launches, which nobody uses any more, and what they need on the device
+    def let_go(self) -> None: ...  # frees the launches and their device memory after the last use
 
 
 class Backend(HasMemory, Protocol):
     """The ranks of a buffer that live in this process.
 
-    Addresses that are handed over stay valid until the launch is done.
+    Addresses passed to a launch must stay valid until it is done.
     """
 
     @property
@@ -59,30 +59,30 @@ class Backend(HasMemory, Protocol):
 
     @property
     def host_knows_counts(self) -> bool:
-        """Whether an exchange of counts returns when they have arrived, so that the host need not wait for them."""
+        """Whether an exchange of counts returns after they have arrived, so that the host need not wait for them."""
         ...
 
-    masks: bool  # whether calls may go on without ranks that have died
-    shares_gpu: bool  # with other processes of the buffer
+    masks: bool  # whether calls may continue without dead ranks
+    shares_gpu: bool  # whether other processes of the buffer use the same GPU
     launches_ahead: bool  # whether a dispatch may be launched before its counts are known
 
     @property
     def group(self) -> _C.Group: ...
 
     def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
-        """`group.launch` on the current stream. group: this one's, or that of a part.
+        """Calls `group.launch` on the current stream. group: the group of this backend or of a part.
 
-        Of a rank that gave up before it knew all counts they are 0: ask `aborted`.
+        The counts of a rank that gave up before it knew all of them are 0, see `aborted`.
         """
         ...
 
     def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
-        """int64 [2, experts], uninitialised, for what notify writes of a rank of this process: on the CPU if the host
-        waits for it."""
+        """Returns an uninitialised tensor int64 [2, experts] for the counts of a rank of this process, on the CPU if
+        the host waits for them. index: number of the rank within this process."""
         ...
 
     def taken_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """Returns those for which the host has waited, as a tensor of the caller's."""
+        """Returns counts for which the host has waited, as a tensor that the caller owns."""
         ...
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Begin and end of the launches of a buffer on a GPU."""
+"""Start and end of the launches of a buffer on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron_ep.errors import EPStuckError
 
-# A launch has a few waits one after the other, each of which ends after a timeout: together they take less than this.
+# A launch has a few consecutive waits, each of which ends after a timeout. Together they take less than this.
 MAX_TIMEOUTS = 3
 LOOKS_PER_TIMEOUT = 10  # reads of the GPU's counts of calls per timeout, each of which costs a copy
 
@@ -41,8 +41,8 @@ class Launches:
         self._measures = False
         self._seconds = 0.0
         self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is enqueued, end of each launch
-        self._begun: torch.cuda.Event | None = None  # start of the oldest launch, once that was seen to run
-        self._seen = 0.0  # time of that
+        self._begun: torch.cuda.Event | None = None  # start of the oldest launch, once it was seen to run
+        self._seen = 0.0  # time at which it was first seen to run
 
     @contextlib.contextmanager
     def record(self, stream: torch.cuda.Stream) -> Iterator[None]:

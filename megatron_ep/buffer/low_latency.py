@@ -16,19 +16,19 @@ from megatron_ep.fabrics.connection import LowLatencyConnection
 SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.Phase.send_and_receive))
 
 HOST_WARPS = 1
-SEEDED_WARPS = 3  # more to interleave
+SEEDED_WARPS = 3  # with a seed, more warps give more interleavings
 
 
 class Call(Protocol):
     """A dispatch or combine whose sending half was launched."""
 
     @property
-    def received(self) -> bool: ...  # or given up
+    def received(self) -> bool: ...  # whether it was received or given up
 
     @property
     def was_received(self) -> bool: ...
 
-    def give_up(self) -> None: ...  # it can be received no more
+    def give_up(self) -> None: ...  # makes it an error to receive the call
 
 
 class InFlight:
@@ -39,7 +39,7 @@ class InFlight:
         self._calls: deque[Call] = deque(maxlen=2)
 
     def check(self) -> None:
-        """Raises ValueError if there is no bank for another call."""
+        """Raises ValueError if no bank is free for another call."""
         if len(self._calls) == 2 and not self._calls[0].received:
             raise ValueError(
                 f"the {self._kind} before the last has not been received, must be before another {self._kind} is sent: "
@@ -66,14 +66,14 @@ class LowLatencyRanks:
     def __init__(self, backend: Backend, connection: LowLatencyConnection, masks: Masks | None):
         self._backend = backend
         self.group: _C.LowLatencyGroup = connection.group
-        self._masks = masks  # for as long as there are launches, those in graphs too
+        self._masks = masks  # launches, including those in graphs, need the memory of the masks
         self.memories = connection.memories
         self.network_memory = connection.network_memory
         self.warps = self.group.warps
 
     def launch(self, call: _C.Call, phase: int, *given: int) -> None:
         if phase == SEND_AND_RECEIVE and self._backend.shares_gpu:
-            # processes that share a GPU may keep each other's blocks from it: then no launch may wait for another
+            # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
             for half in (SEND, RECEIVE):
                 self._backend.launch(self.group, call, half, *given, part=self)
         else:
@@ -121,7 +121,7 @@ def connect(
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
-        # With a seed rows pass through a simulated network, and some warps share a channel.
+        # With a seed, rows pass through a simulated network, and some warps share a channel.
         has_network = backend.is_seeded or group.spans_machines
         staged = has_network and topology.nodes > 1
         heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
@@ -133,7 +133,7 @@ def connect(
     is_mapped = backend.connection.maps_all_ranks
     lines = is_mapped and masks is None and group.keeps_lines()
     wanted = sizes.LINES_SMS if lines else sizes.DEFAULT_SMS
-    # The ranks of this process are launched one after the other, so that each launch may use the SMs of all.
+    # The ranks of this process are launched in sequence, so that each launch may use the SMs of all.
     blocks = gpu.num_sms(group.config, group.device, len(group.ranks), wanted) * len(group.ranks)
     heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
     connection = group.low_latency_connection(heap, blocks)

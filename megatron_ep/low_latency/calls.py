@@ -1,7 +1,7 @@
-"""The halves of low-latency calls as launches.
+"""The launches of the halves of low-latency calls.
 
-A call's sending half is launched when it is made; its receiving half with it, or by `Pending.receive` when the caller
-calls the hook.
+A call launches its sending half immediately, and its receiving half with it or, when the caller calls the hook, by
+`Pending.receive`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
 
-# What each launch gives, of one rank after the other: members of csrc/core/low_latency_args.h.
+# Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
     *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("recv_rows", "recv_wait_ns", "required"),
@@ -45,8 +45,8 @@ class Pending:
         tensors: Sequence[torch.Tensor],
         stream: int,
     ):
-        # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
-        # them freed at any moment, while a CUDA graph is captured for one.
+        # A received call keeps no references, because `calls` keeps the call: a reference cycle would be freed by the
+        # collector at any time, for example while a CUDA graph is captured.
         self._rest: tuple[Any, ...] | None = (calls, call, given, tensors, stream)
         self._given_up = False
 
@@ -59,7 +59,7 @@ class Pending:
         return self._rest is None and not self._given_up
 
     def receive(self) -> None:
-        """Launches the receiving half. Raises ValueError the second time, and after a reset."""
+        """Launches the receiving half. Raises ValueError if called twice, or after a reset."""
         if self._given_up:
             raise ValueError(
                 "the hook of a low-latency call was called after the buffer's reset, must be called before"
@@ -81,7 +81,7 @@ class Pending:
 
 
 class Received:
-    """A call that was received when it was sent."""
+    """A call whose halves were launched together."""
 
     received = was_received = True
 
@@ -106,7 +106,7 @@ class LowLatencyCalls:
 
     @property
     def plans_calls(self) -> bool:
-        """Whether calls of one rank, without masks, are launched by plans alone."""
+        """Whether `dispatch_by_plan` and `combine_by_plan` may launch: without masks, in a process with one rank."""
         return self.masks is None and not self.group.takes_lists
 
     def offsets(self, topk: int) -> dict[str, int]:
@@ -168,7 +168,7 @@ class LowLatencyCalls:
         expert_alignment: int,
         rows: int,
     ) -> DispatchPlan:
-        """Returns the plan of a dispatch with tensors such as these. rows: room on each rank."""
+        """Returns the plan of a dispatch with tensors like these. rows: number of rows that each rank has room for."""
         hidden, dtype = x[0].shape[1], x[0].dtype
         local_experts = self.group.num_local_experts
         shape = (local_experts, rows // local_experts) if masked else (rows,)
@@ -210,7 +210,7 @@ class LowLatencyCalls:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Dispatches x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales, if there are any.
 
-        zero: whether rows without a token are zeros. pending: gets the call; None: it is received immediately.
+        zero: whether rows without a token are zeros. pending: receives the call; None: it is received immediately.
         """
         backend, plan = self.backend, given.plan
         out: list[torch.Tensor] = []
@@ -251,7 +251,7 @@ class LowLatencyCalls:
         sum_at_expert: bool,
         renormalize: bool,
     ) -> CombinePlan:
-        """Returns the plan of a combine with tensors such as these of one rank, for a dispatch with such a handle."""
+        """Returns the plan of a combine with tensors like these of one rank, for handles of the same dispatch plan."""
         plan = handle.plan
         row = row_format(plan.topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
         members: Members = {"sum_at_expert": sum_at_expert, "renormalize": renormalize}
@@ -259,7 +259,7 @@ class LowLatencyCalls:
         return CombinePlan(sum_at_expert, self.ranks.group.combine(row, of_ranks, COMBINE_GIVEN))
 
     def _members(self, num_tokens: Sequence[int], rows: int, members: Members) -> list[Members]:
-        """Of each rank: what these have, what all have, and its masks."""
+        """Returns the kernel arguments of each rank: `members`, its tokens and rows, and its masks."""
         return [
             members | {"num_tokens": tokens, "max_rows": rows} | (self.masks.members(i) if self.masks else {})
             for i, tokens in enumerate(num_tokens)
@@ -295,7 +295,7 @@ class LowLatencyCalls:
             layout = rank.layout.data_ptr()
             if pending is None:
                 call = layout + 4 * handle.plan.offsets["combine_call"]
-            else:  # two of the same dispatch may be under way
+            else:  # two combines of the same dispatch may be in flight
                 calls.append(torch.empty(1, dtype=torch.int64, device=self.group.device))
                 call = calls[i].data_ptr()
             factors = _address(weights, i)
@@ -316,7 +316,7 @@ class LowLatencyCalls:
         return y, y_values
 
     def _required(self, handle: LowLatencyHandle, i: int) -> int:
-        """The address of the ranks that must not have been masked since, in a backward pass with masks."""
+        """Returns the address of the ranks that must not have been masked since the forward pass; 0 without masks."""
         if self.masks is None or handle.forward is None:
             return 0
         forward = handle.forward.ranks[i]
@@ -326,8 +326,8 @@ class LowLatencyCalls:
     def dispatch_by_plan(
         self, backend: Backend, plan: DispatchPlan, x: Any, topk_idx: Any, weights: Any
     ) -> tuple[LowLatencyHandle, torch.Tensor, torch.Tensor | None]:
-        """`launch_dispatch` of one rank that is received at once, without float8, counters and masks. Returns its
-        handle, rows and their weights."""
+        """Dispatches like `launch_dispatch`, for one rank, received immediately, without float8, counters and masks.
+        Returns handle, rows and their weights."""
         out = backend.new_output((*plan.shape, plan.hidden), plan.dtype)
         probs = None if weights is None else backend.new_output(plan.shape, weights.dtype)
         layout = torch.empty(plan.offsets["size"], dtype=torch.int32, device=self.group.device)
@@ -357,7 +357,7 @@ class LowLatencyCalls:
     def combine_by_plan(
         self, backend: Backend, plan: CombinePlan, handle: LowLatencyHandle, x: Any, weights: Any
     ) -> torch.Tensor:
-        """Likewise `launch_combine`. Returns the sums."""
+        """Combines like `launch_combine`, with the restrictions of `dispatch_by_plan`. Returns the sums."""
         [rank] = handle.ranks
         handle.check()
         handle.check_received()
@@ -394,7 +394,7 @@ class LowLatencyCalls:
         counters: Counters | None,
         pending: list[Pending] | None,
     ) -> Call:
-        """tensors: that the call uses, besides those of the handle and the counters."""
+        """Launches a call. tensors: tensors that it uses, in addition to those of the handle and the counters."""
         in_flight = self.in_flight[kind]
         in_flight.check()
         call: Call = RECEIVED
