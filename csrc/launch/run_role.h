@@ -7,8 +7,8 @@
 
 namespace ep {
 
-// Which role a warp of a channel has, by its number among them: on GPUs, on the host and in virtual
-// time. warp_of(role) is the warp that runs it.
+// Runs the role that warp `number` of a channel has. GPUs, the host and the simulation all use
+// this. warp_of(role) returns the warp that runs the role.
 
 template <bool kCombine, class WarpOf, class F>
 EP_FN void run_coordinator(WarpOf&& warp_of, F& fabric, const TransferArgs& args, int coordinators,

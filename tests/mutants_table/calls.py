@@ -106,7 +106,7 @@ MUTANTS = [
         "ptx::load_acquire_gpu(epochs_)",
         "ptx::load_relaxed_sys(epochs_)",
     ),
-    Mutant("PendingCounts: lanes do not meet behind", FUSED, "«__syncwarp();»  // what lane 0 has acquired"),
+    Mutant("PendingCounts: lanes do not meet behind", FUSED, "«__syncwarp();»  // extends lane 0's acquire"),
     Mutant(
         "whole dispatch: receivers do not wait for counts",
         FUSED,

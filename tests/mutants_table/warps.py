@@ -119,7 +119,7 @@ MUTANTS = [
         "fetch_add_sys",
     ),
     Mutant("end_call: lanes do not meet before", KERNELS, "«__syncwarp();»\n    uint64_t before = 0;"),
-    Mutant("end_call: lanes do not meet behind", KERNELS, "«__syncwarp();»  // what lane 0 has acquired there"),
+    Mutant("end_call: lanes do not meet behind", KERNELS, "«__syncwarp();»  // extends lane 0's acquire to the other"),
     changed(
         "end_call: relaxed",
         KERNELS,

@@ -2,11 +2,11 @@
 
 #include "launch/cuda/kernels.h"
 
-// Fused notify and dispatch: one launch.
+// The kernel that runs notify and dispatch in one launch.
 namespace ep::kernels {
 
-// Counts that another warp of this rank is still exchanging. That warp's waits are bounded, and one
-// that expires sets the rank's abort word, so waiting for them here is bounded, too.
+// Counts that another warp of this rank may still be exchanging. That warp's waits are bounded, and
+// one that expires sets the rank's abort word, so the wait here is bounded, too.
 class PendingCounts {
   public:
     __device__ __forceinline__ PendingCounts(const DeviceRank& rank, uint64_t* epochs,
@@ -18,7 +18,7 @@ class PendingCounts {
         bool seen = false;
         if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;
         are_there_ = __shfl_sync(rows::kAllLanes, seen, 0);
-        __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
+        __syncwarp();  // extends lane 0's acquire to all lanes: a shuffle orders no memory
         return are_there_;
     }
     __device__ __forceinline__ bool wait(DeviceWarp& warp) {
@@ -35,8 +35,8 @@ class PendingCounts {
     bool are_there_ = false;
 };
 
-// Only between ranks of one node: there the sender of a channel numbers its rows without the counts
-// of other ranks. It sends while the first receivers of the first channels exchange the counts,
+// Works for ranks of one node only, where a channel's sender numbers its rows without the counts of
+// other ranks. It sends while the first receiver warps of the first channels exchange the counts,
 // which all receivers need.
 template <class J>
 __device__ __forceinline__ void run_fused_dispatch(const J& joint,

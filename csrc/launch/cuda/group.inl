@@ -19,12 +19,12 @@
 namespace ep {
 namespace {
 
-constexpr size_t kPollsOfCounts = 1 << 12;  // between two looks at signals and at the stream
+constexpr size_t kPollsOfCounts = 1 << 12;  // between calls of `idle` and stream queries
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
-// cooperative: all blocks at once on the GPU, or an error, because some wait for others. begun: an
-// event that tells when all blocks have begun, if any.
+// Launches a kernel for all ranks. cooperative: because blocks wait for each other, all must be on
+// the GPU at once, or CUDA reports an error. begun: an event to record when all blocks have begun.
 template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
             bool cooperative = true, CudaEvent begun = nullptr) {
@@ -53,7 +53,7 @@ bool any_intra_rank_pass(const J& joint, size_t ranks) {
 inline int max_self_warps(const DispatchArgs&) { return 1; }
 inline int max_self_warps(const CombineArgs& args) { return args.max_receivers(); }
 
-// The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
+// Returns the launch spread over `sms` SMs in all, for kernels whose blocks wait for no others.
 template <class J>
 J spread(J joint, size_t ranks, int sms) {
     joint.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(ranks));
@@ -62,8 +62,8 @@ J spread(J joint, size_t ranks, int sms) {
 
 }  // namespace
 
-// The launch of combine's kernels, which take the compiler longest: its definition is in
-// combine.inl, and those with weights and those without are compiled side by side.
+// Launches combine's kernels, which take the longest to compile. So its definition is in
+// combine.inl, and kernels with and without weights are compiled in separate files.
 template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
     static void load_kernels();
@@ -148,7 +148,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     reset();
 }
 
-// f.operator()<kRanks>() with room for this process's ranks.
+// Calls f.operator()<kRanks>(), where kRanks is 1 or the most ranks that a launch can have.
 template <class P>
 template <class F>
 void CudaGroup<P>::for_local_ranks(F&& f) const {
@@ -226,7 +226,7 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
                ticket_;
     };
-    // The kernel's own waits are bounded: it tells, gives up, or its end shows on the stream.
+    // The kernel's waits are bounded: it writes the totals, aborts, or the stream shows its end.
     bool ended = false;
     for (size_t rank = 0, polls = 0; rank < args.size() && !ended;) {
         if (has_told(rank)) {
@@ -261,7 +261,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         J exchange = all;
         exchange.ends_call = false;
         const CudaStream side = side_stream_.fork(stream);
-        // first: the longest of them
+        // The exchange takes longest, so it is launched first.
         launch(kernels::dispatch_kernel<J>, exchange, ranks, stream);
         launch(kernels::own_rows_kernel<J>, spread(all, ranks, side_stream_.sms), ranks, side,
                false);
@@ -276,8 +276,7 @@ void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, Cu
     const auto passes = [](const DispatchArgs& a) { return has_intra_rank_pass(a); };
     const Topology& topology = heap_.topology;
     if constexpr (P::kMergesNotify) {
-        // Not with the intra-rank pass or network roles, which cannot begin before the counts are
-        // there.
+        // The intra-rank pass and network roles cannot begin before the counts are there.
         if (topology.nodes == 1 && topology.world() > 1 &&
             std::none_of(args.begin(), args.end(), passes)) {
             const DeviceGuard guard(device_);
@@ -325,7 +324,7 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
         Reason& source = reason_source_[0];
         source.bytes = std::min(reason.size(), Reason::kMaxBytes);
         std::memcpy(source.text, reason.data(), source.bytes);
-        if (P::kOverHost) {  // for those on other machines
+        if (P::kOverHost) {  // SoftwareNic sends the report to the other machines
             Reason& told = reports_[0].reason;
             std::memcpy(told.text, source.text, source.bytes);
             std::atomic_ref<uint64_t>(told.bytes).store(source.bytes, std::memory_order_release);
@@ -337,7 +336,7 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     abort_source_[0] = static_cast<uint32_t>(ControlBlock::abort_word(outcome, ranks_.front()));
     for (size_t i = 0; i < reachable_.size(); ++i) {
         if (heard_[i]) continue;  // the first reason stays: a later one may be but its consequence
-        // the upper half: a kernel may set the lower one until then
+        // This sets the upper half: a kernel may set the lower half until then.
         check_cuda(
             cudaMemcpyAsync(reinterpret_cast<uint32_t*>(&reachable_[i]->abort) + 1,
                             abort_source_.get(), sizeof(uint32_t), cudaMemcpyDefault, stream),
@@ -431,7 +430,7 @@ template <class P>
 void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    // all of it: what rings hold of earlier calls would pass for rows of those with their number
+    // Calls are numbered from 1 again, so rows of earlier calls must not stay in the rings.
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, bytes_on_gpu()), "cudaMemset");
     check_cuda(cudaMemset(progress_.get(), 0, progress_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

@@ -10,7 +10,7 @@ namespace ep {
 
 struct NoRoles {};
 
-// What a rank counts on the GPU: words in memory of their own lines.
+// A rank's counters in the GPU's memory, each on a cache line that it shares with no other.
 struct Progress {
     static constexpr int kWordsOfLine = 16, kWords = 4 * kWordsOfLine;
     uint64_t* words;
@@ -18,13 +18,13 @@ struct Progress {
     EP_HD uint64_t& notifies() const { return words[0]; }
     EP_HD uint64_t* arrivals_of_notify() const { return words + kWordsOfLine; }
     EP_HD uint64_t* warps_at_end() const { return words + 2 * kWordsOfLine; }
-    // Those of a launch that has another number of blocks: `meet` divides by it.
+    // Separate from arrivals_of_notify because `meet` divides by the launch's number of blocks.
     EP_HD uint64_t* arrivals_of_fused_dispatch() const { return words + 3 * kWordsOfLine; }
 };
 
-// A launch for all ranks of this process together, at most kRanks. All of it is a kernel parameter:
-// it travels with the launch, so a captured graph keeps it. A process with one rank has kernels of
-// its own, whose launches are lighter. FabricParams names its device side `Fabric`.
+// The kernel parameter of a launch for all ranks of this process, at most kRanks. It holds all
+// arguments by value, so that a captured graph keeps them. kRanks = 1 makes smaller parameters and
+// lighter launches for the usual case. FabricParams names its device side `Fabric`.
 template <class FabricParams, class Args, int kRanks, class Roles = NoRoles>
 struct Joint {
     using Fabric = typename FabricParams::Fabric;
@@ -32,7 +32,7 @@ struct Joint {
     FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
-    // Of a dispatch or combine: none of its launches behind this one writes outputs.
+    // For dispatch and combine: no later launch of the call writes outputs.
     bool ends_call;
     Args args[kRanks];
     DeviceRank ranks[kRanks];

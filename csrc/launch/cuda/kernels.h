@@ -9,13 +9,13 @@
 #include "protocol/layout.h"
 #include "protocol/notify.h"
 
-// The protocol's roles as kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid
-// belong to the i-th rank of this process.
+// The normal mode's kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid belong
+// to the i-th rank of this process.
 namespace ep::kernels {
 
 __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
 
-// This block's rank, its number among that rank's, and its warp's among all of them.
+// Indices of this warp's rank, of its block among that rank's blocks, and of the warp in them.
 template <class J>
 struct WarpPosition {
     int index;
@@ -36,13 +36,13 @@ __device__ __forceinline__ BulkBuffers& bulk_buffers() {
     return buffers;
 }
 
-// For the others to see, by one warp of a rank: a number in its control block.
+// Adds 1 to a counter in the rank's control block, which other ranks read. For one warp of a rank.
 __device__ __forceinline__ void count_one(uint64_t& calls) {
     if (rows::lane_id() == 0) ptx::add_sys(&calls, 1);
     __syncwarp();
 }
 
-// By the same warp, at the start of a call: from here on it is the last one.
+// Begins a new last call for Heap::waited_before. Called by one warp of a rank.
 __device__ __forceinline__ void begin_call(const DeviceRank& rank, int world) {
     uint64_t* before = rank.waited + Heap::waited_bytes(world) / sizeof(uint64_t);
     for (int other = rows::lane_id(); other < world; other += 32)
@@ -50,7 +50,8 @@ __device__ __forceinline__ void begin_call(const DeviceRank& rank, int world) {
     __syncwarp();
 }
 
-// The same for a dispatch or combine; one that fills the tables belongs to the call of its notify.
+// Notes the start of a dispatch or combine. A dispatch that fills tables begins no call: it belongs
+// to that of its notify.
 __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const TransferArgs& args) {
     if (rows::lane_id() == 0) {
         ControlBlock& control = *rank.control;
@@ -62,11 +63,11 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
     if (args.begins_call()) begin_call(rank, args.layout.world());
 }
 
-// ---- notify: each step needs the one before on all channels
+// ---- notify: each step needs the previous one to be finished on all channels
 
-// All of a rank's blocks meet, and see what the others wrote before. They are on the GPU together,
-// and nothing before a meeting waits for another rank: it ends. One thread of a block arrives for
-// all of its warps, or they would queue for one word.
+// A barrier of a rank's blocks, after which each sees what the others wrote before (acquire and
+// release on the GPU). It ends because all blocks are on the GPU at once and nothing before it
+// waits for another rank. One thread arrives for its whole block, to keep atomics on the word few.
 __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t blocks) {
     __syncthreads();
     if (warp_of_block() == 0) {
@@ -79,9 +80,9 @@ __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t blocks) {
     __syncthreads();
 }
 
-// The first two steps, by all warps of a rank. False: no warp goes on, because ids are invalid or
-// an earlier launch failed. sends_rows: by the same launch, before the counts are there: the layout
-// has its epoch from the beginning, by which their receivers know the call's rows.
+// The first two steps, by all warps of a rank. Returns false on all warps if ids are invalid or an
+// earlier launch failed. sends_rows: this launch sends rows before the counts are there, so the
+// layout gets its epoch now: receivers recognise the call's rows by it.
 template <class J>
 __device__ __forceinline__ bool count_rows(const J& joint, const WarpPosition<J>& position,
                                            DeviceWarp& warp, const NotifyArgs& args,
@@ -102,7 +103,7 @@ __device__ __forceinline__ bool count_rows(const J& joint, const WarpPosition<J>
     meet(arrivals, joint.blocks_per_rank);
     if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
     if (position.warp == position.warps - 1)
-        begin_call(rank, layout.world());  // it has least to do
+        begin_call(rank, layout.world());  // this warp has the least to do
     for (int expert = position.warp; expert < layout.num_experts; expert += position.warps)
         sum_channels(warp, args, expert, 1);
     meet(arrivals, joint.blocks_per_rank);
@@ -117,8 +118,8 @@ __device__ __forceinline__ bool count_rows(const J& joint, const WarpPosition<J>
     return !aborted;
 }
 
-// The roles of the exchange from the first-th on, each `stride`-th. The warp with the last one
-// tells the other warps.
+// Runs the roles first, first + stride, ... of the exchange. The warp with the last role publishes
+// to the other warps that the counts are there.
 template <class F>
 __device__ __forceinline__ void exchange_counts(const DeviceRank& rank, const Progress& progress,
                                                 DeviceWarp& warp, F& fabric, const NotifyArgs& args,
@@ -132,7 +133,7 @@ __device__ __forceinline__ void exchange_counts(const DeviceRank& rank, const Pr
     }
 }
 
-// Some warps exchange counts, which needs the sums only, while the others number the rows.
+// Some warps exchange counts, for which they need only the sums, while the others number the rows.
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_constant__ J joint) {
     const WarpPosition<J> position(joint);
@@ -155,11 +156,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     exchange_counts(rank, progress, warp, fabric, args, position.warp, exchangers);
 }
 
-// ---- the end of both
+// ---- the end of dispatch and combine
 
-// By every warp of a rank, at the end of the last launch that writes for the caller. The last one
-// to come finishes the call: the others have written what they write, while roles give up at
-// different times. If it was given up nobody can take its outputs for data.
+// Called by every warp of a rank at the end of the call's last launch that writes outputs. Roles
+// give up at different times, so the last warp to arrive finishes the call: all others have stopped
+// writing. If the call was aborted, it fills the outputs with Outputs::kPoison.
 template <class J>
 __device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& position) {
     if (!joint.ends_call || does_nothing(joint.args[position.index])) return;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& 
     if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
     const bool last = first && before + 1 == static_cast<uint64_t>(position.warps);
     if (!__shfl_sync(rows::kAllLanes, last, 0)) return;
-    __syncwarp();  // what lane 0 has acquired there is there for all, too
+    __syncwarp();  // extends lane 0's acquire to the other lanes
     if (first) ptx::store_relaxed_gpu(arrivals, 0);
     const DeviceRank& rank = joint.ranks[position.index];
     if (!is_aborted(rank)) return count_one(rank.control->finished.transfer);
@@ -182,13 +183,13 @@ __device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& 
 
 // ---- dispatch and combine
 
-// Whether a warp of the launch has a role to play. A notify that failed leaves no layout behind,
-// and its handle may be used all the same once the buffer has been reset.
+// Whether a warp of the launch has a role to run. A failed notify leaves no layout, but its handle
+// may still be used after a reset of the buffer: then the call fails with NoLayout.
 template <class J, class Args>
 __device__ __forceinline__ bool begins(const J& joint, const WarpPosition<J>& position,
                                        const Args& args, int number) {
     const DeviceRank& rank = joint.ranks[position.index];
-    const bool has_layout = args.layout.totals().epoch;  // read beside the abort word
+    const bool has_layout = args.layout.totals().epoch;  // both loads are in flight together
     if (is_aborted(rank) || number < 0) return false;
     if (number == 0) begin_transfer(rank, args);
     if (has_layout) return true;
@@ -199,7 +200,7 @@ __device__ __forceinline__ bool begins(const J& joint, const WarpPosition<J>& po
     return false;
 }
 
-// For launch/run_role.h: what runs the roles of a warp.
+// Makes the warp that runs a role, for launch/run_role.h.
 class WarpOf {
   public:
     __device__ __forceinline__ WarpOf(const DeviceRank& rank, uint64_t call, int channel,
@@ -242,8 +243,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     end_call(joint, position);
 }
 
-// work(warp, args, position), unless an earlier launch of the call has failed as far as a rank
-// knows.
+// Calls work(warp, args, position), unless the rank knows that the call has failed.
 template <class J, class Work>
 __device__ __forceinline__ void run_intra_rank_pass(const J& joint, Work&& work) {
     const WarpPosition<J> position(joint);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void run_intra_rank_pass(const J& joint, Work&& work)
     work(warp, args, position);
 }
 
-// f(piece) for those of a warp: few warps take many SMs.
+// Calls f(piece) for the pieces of a warp. Few pieces are spread over many SMs.
 template <class J, class F>
 __device__ __forceinline__ void for_pieces(const WarpPosition<J>& position, const J& joint,
                                            int pieces, F&& f) {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void for_pieces(const WarpPosition<J>& position, cons
         f(piece);
 }
 
-// Beside the exchange.
+// Runs at the same time as the exchange.
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     end_call(joint, WarpPosition<J>(joint));
 }
 
-// Beside the exchange, which waits for it: most for the rows of other ranks.
+// Runs at the same time as the exchange, which waits for its sums: this rank's own come last.
 template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     intra_rank_reduce_kernel(const __grid_constant__ J joint) {

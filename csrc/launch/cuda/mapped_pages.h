@@ -5,18 +5,18 @@
 
 namespace ep {
 
-// Pages of this process, of the host's memory or of a device's registers, that GPUs reach while
-// this is there. Who wants pages that another one has already shares them.
+// Pages of host memory or of a device's registers that are mapped for all GPUs while the object
+// lives. Requests for the same pages share one object.
 class MappedPages {
   public:
     enum class Of { Host, Registers };
 
-    // All pages in which these bytes lie. Throws std::runtime_error where CUDA refuses.
+    // Maps all pages in which these bytes lie. Throws std::runtime_error if CUDA refuses.
     static std::shared_ptr<const MappedPages> around(const void* address, size_t bytes, Of what);
     ~MappedPages();
     MappedPages(const MappedPages&) = delete;
 
-    // Where the current device has it.
+    // Returns the address on the current device.
     template <class T>
     T* on_gpu(T* address) const {
         return reinterpret_cast<T*>(place_of(reinterpret_cast<char*>(address)));

@@ -10,18 +10,18 @@ constexpr int kBlockWarps = kBlockThreads / 32;
 
 EP_HD int ceil_div(int count, int share) { return (count + share - 1) / share; }
 
-// The least number of warps, at most `most`, for which the busiest one has as few of `count` rings
-// as with `most`: more of them would be idle.
+// Returns the least number of warps for which the busiest one serves as few of `count` rings as
+// with `most` warps: more would be idle.
 EP_HD int even_warps(int count, int most) {
     return count && most ? ceil_div(count, ceil_div(count, most)) : 0;
 }
 
-// How many warps of a channel do what:
+// How a channel's warps are divided among the roles:
 //   self_warps  this rank's own tokens: dispatch's sender, combine's receivers
 //   peer_warps  rings to and from the other ranks: dispatch's receivers, combine's NVLink senders
-//   rdma_warps  other nodes, so many of each of kPerNode kinds: RDMA senders (dispatch), forwarders
-//   coordinators() of each of their two kinds
-// A rank's blocks get equal shares of the warps of all channels, in the order of the channels.
+//   rdma_warps  other nodes, per kind (of kPerNode): RDMA senders (dispatch only) and forwarders
+//   coordinators()  for each of the two kinds, sender and forwarder coordinators
+// A rank's blocks get equal shares of the warps of all channels, ordered by channel.
 template <int kPerNode>
 struct ChannelRoles {
     static constexpr int kKindsPerNode = kPerNode;
@@ -32,7 +32,7 @@ struct ChannelRoles {
     int rdma_warps;
     int self_warps = 1;
 
-    // Of either kind.
+    // A coordinator has a lane for each node.
     EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }
     EP_HD int ranks_per_peer_warp() const {
         return peer_warps ? ceil_div(world - 1, peer_warps) : 0;
@@ -80,9 +80,9 @@ EP_HD bool fits(const Roles& roles, int warps) {
     return roles.warps() <= warps && (roles.peer_warps || roles.world == 1);
 }
 
-// The launch of notify: some of its warps exchange counts, the others number rows meanwhile.
-// `roles`: of the exchange. Blocks for a warp more than channels, and, as far as there are SMs, for
-// a warp of the exchange for each role.
+// Returns the blocks of notify's launch, in which at most half of the warps exchange counts while
+// the others number rows. There are enough for channels + 1 warps, and for one exchanging warp for
+// each of the exchange's `roles`, as far as there are SMs.
 EP_HD int notify_blocks(int channels, int roles, int sms) {
     const int warps = channels + 1 > 2 * roles ? channels + 1 : 2 * roles;
     const int blocks = ceil_div(warps, kBlockWarps);
@@ -93,7 +93,7 @@ EP_HD int notify_exchangers(int warps, int roles) {
     return roles < half ? roles : half;
 }
 
-// The role, among `count` divided evenly over blocks, of this block's warp; -1: none.
+// Returns this warp's role if `count` roles are divided evenly over the blocks; -1: none.
 EP_HD int role_of_warp(int count, int block, int blocks, int warp) {
     const int number = block * count / blocks + warp;
     return number < (block + 1) * count / blocks ? number : -1;

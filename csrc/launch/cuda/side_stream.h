@@ -5,29 +5,29 @@
 
 namespace ep {
 
-// A second stream: its launches run at the same time as one of the caller's, on the SMs that this
-// one leaves free.
+// A second stream, whose launches run at the same time as a launch on the caller's stream, on the
+// SMs that the latter leaves free.
 class SideStream {
   public:
     SideStream(int device, int all_sms, int busy_sms);
 
-    // What is launched on the stream that this returns waits for what the caller's holds now:
-    // another stream, or the caller's own where there is no room.
+    // Returns the stream for the concurrent launches, which run after all that is on the caller's
+    // stream now. Without room it is the caller's stream.
     CudaStream fork(CudaStream caller) const;
-    // For the launch there, which what comes next on the caller's stream waits for in a graph: the
-    // event that it shall record once all its blocks have begun. A graph may run its branches in
-    // any order; outside of a capture the order of launches is enough, and this is null.
+    // Returns an event for the launch on the second stream to record once all its blocks have
+    // begun; null outside of a capture, where the order of launches is enough. A graph may run its
+    // branches in any order, so the caller's next launch must wait for the event.
     CudaEvent begun(CudaStream caller) const;
-    // What is launched on the caller's stream from now on comes after that event, if it is one.
+    // Makes later launches on the caller's stream wait for `begun`, unless it is null.
     void wait_for(CudaEvent begun, CudaStream caller) const;
-    // Whether such an event orders a graph: drivers before CUDA 12.3 do not know it.
+    // Whether the event of begun() orders a graph, which takes a driver of CUDA 12.3 or later.
     static bool orders_graphs();
-    // What is launched on the caller's stream from now on waits for that.
+    // Makes later launches on the caller's stream wait for those on the second stream.
     void join(CudaStream caller) const;
 
     const int all_sms;
-    const bool has_room;  // a third is free: on fewer they would hold up the caller's launch
-    const int sms;        // for launches of the second stream
+    const bool has_room;  // a third of the SMs is free; with fewer the caller's launch would wait
+    const int sms;        // SMs for launches on the second stream
 
   private:
     Resource<void> stream_, forked_, begun_, joined_;

@@ -13,7 +13,7 @@
 namespace ep {
 namespace {
 
-// Where the GPU has it.
+// Returns the address of pinned memory, which must be the same on the GPU and the host.
 template <class T>
 T* mapped(T* pinned) {
     void* address = nullptr;
@@ -58,7 +58,7 @@ QueueHeap::QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topolog
 QueueHeap::~QueueHeap() {
     nic_.close(port_);
     if (!cards_) return;
-    // the queue pairs, whose memory the GPU maps
+    // Kernels may still use the queue pairs' memory, which the GPU maps, so they go later.
     put_off({device_,
              [](void* port) { delete static_cast<std::shared_ptr<SoftwareNic::Port>*>(port); },
              new std::shared_ptr<SoftwareNic::Port>(std::move(port_))});

@@ -13,7 +13,8 @@
 
 namespace ep {
 
-// What a rank on a GPU tells of itself, and hears of others, in pinned memory of the host.
+// The control block, in pinned host memory, through which a rank on a GPU and the thread of its
+// SoftwareNic exchange failures.
 class PinnedReport {
   public:
     explicit PinnedReport(int device);
@@ -23,7 +24,7 @@ class PinnedReport {
     Resource<ControlBlock[]> memory_;
 };
 
-// The queue pairs of a card in which a GPU posts: what it must know of them lies in its memory.
+// The GPU's side of the queues of a direct card. Their descriptions lie in the GPU's memory.
 class CardsOfGpu : public GpuOfCards {
   public:
     CardsOfGpu(int device, size_t count);
@@ -37,16 +38,16 @@ class CardsOfGpu : public GpuOfCards {
     Resource<CardQueue[]> memory_;
 };
 
-// Whether a GPU can post in a card's queues. Throws std::runtime_error with what it lacks.
+// Checks that a GPU can post in a card's queues. Throws std::runtime_error that says what fails.
 void try_card(const std::shared_ptr<verbs::Card>& card, int device);
 
-// A rank's part of a symmetric heap that crosses the network, and its send queues, where a thread
-// of the host carries out what a GPU posts: in pinned memory, so that this thread calls no CUDA.
-// What the warps count lies on the GPU. Where the network's card is direct, the GPU posts in the
-// card's own queues instead.
+// The part of a rank's symmetric heap that crosses the network, and the send queues in which its
+// GPU posts. Both lie in pinned host memory, so that the thread of SoftwareNic, which carries out
+// the queues, calls no CUDA. The producers' counters lie on the GPU. With a direct card the GPU
+// posts in the card's own queues instead.
 class QueueHeap {
   public:
-    // Opens a port: see SoftwareNic.
+    // Opens a port of `nic`, see SoftwareNic::open.
     template <class AnyHeap>
     QueueHeap(SoftwareNic& nic, const PinnedReport& report, const AnyHeap& heap, int rank,
               int device)
@@ -55,13 +56,13 @@ class QueueHeap {
     ~QueueHeap();
     QueueHeap(const QueueHeap&) = delete;
 
-    // node: heaps on the GPUs of this rank's node, by local rank.
+    // Returns the kernels' fabric. node: heaps on the GPUs of this rank's node, by local rank.
     QueueFabricParams fabric(const std::vector<char*>& node) const;
 
   private:
     QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topology& topology, int rank,
               int device, size_t begin, size_t bytes, int channels, int stride);
-    // See SoftwareNic::open.
+    // Returns the stride for SoftwareNic::open: the normal mode sends along its rail only.
     static int stride_of(const Heap& heap) { return heap.topology.ranks_per_node; }
     static int stride_of(const LowLatencyHeap&) { return 1; }
 

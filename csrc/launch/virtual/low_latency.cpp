@@ -11,7 +11,7 @@
 namespace ep {
 namespace {
 
-// What the tensors of one rank's call are, but for rows, of which only addresses are needed.
+// Tensors of one rank's calls, except the rows: the simulation needs only their addresses.
 struct Share {
     std::vector<int32_t> layout;
     std::vector<char> weights;
@@ -27,8 +27,8 @@ struct VirtualLowLatency::State {
     RowFormat dispatch_format, combine_format;
     LowLatencyImages images;
     Segment memory;
-    size_t rows, row_bytes;  // of what a rank receives
-    Segment received;        // rows, then their weights: nobody reads the former
+    size_t rows, row_bytes;  // the most that a rank receives
+    Segment received;        // rows, which are never read, then their weights
     VirtualCluster cluster;
     VirtualCards cards;
     std::vector<Share> shares;
@@ -65,7 +65,7 @@ struct VirtualLowLatency::State {
           shares(ranks) {
         cluster.timeout = s.timeout;
         cluster.rows_have_bytes = false;
-        constexpr int kNoLimit = 1 << 30;  // each byte of a row takes its own time
+        constexpr int kNoLimit = 1 << 30;  // time is charged by the bytes of the row itself
         cluster.row = {kNoLimit, 0, kNoLimit, 0, 0};
         for (int rank = 0; rank < ranks; ++rank) {
             cluster.controls[rank] = &shares[rank].control;
@@ -73,7 +73,7 @@ struct VirtualLowLatency::State {
         }
     }
 
-    // What both calls of a rank share.
+    // Returns the arguments that a rank's dispatch and combine share.
     LowLatencyArgs args_of(int rank, const RowFormat& format) {
         Share& share = shares[rank];
         LowLatencyLayout layout(images.heap, settings.topk, warps, nullptr);
@@ -90,7 +90,7 @@ struct VirtualLowLatency::State {
                 {}};
     }
 
-    // share(warp, fabric, args, team): what each warp of each rank does.
+    // Runs share(warp, fabric, args, team) on each warp of each rank.
     template <class Args, class ShareOf>
     VirtualPhase run(Role role, const std::vector<Args>& args, const Look& look, ShareOf&& share) {
         cluster.call = ++calls;
@@ -184,7 +184,7 @@ VirtualLowLatency::Arrivals VirtualLowLatency::of_combine() const {
     });
 }
 
-// rows(dst_rows): of a token that came to a rank.
+// Sums rows(dst_rows) over the tokens that each simulated rank received from other ranks.
 template <class Rows>
 VirtualLowLatency::Arrivals VirtualLowLatency::count(Rows&& rows) const {
     Arrivals all;

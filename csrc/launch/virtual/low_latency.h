@@ -9,19 +9,19 @@
 
 namespace ep {
 
-// What is simulated of the low-latency mode. Rows are those of one rank.
+// Settings of the low-latency mode. Numbers of rows are those of one rank.
 struct VirtualLowLatencySettings : VirtualCase {
-    int payload_bytes, scale_bytes;  // of a row of dispatch
-    int combine_bytes;               // of combine, whose rows have no scales
-    bool quantizes;                  // dispatch's rows become fp8 on the way
+    int payload_bytes, scale_bytes;  // a row of dispatch
+    int combine_bytes;               // a row of combine, which has no scales
+    bool quantizes;                  // dispatch converts rows to fp8
     bool sums_at_expert;
 };
 
-// The low-latency mode in virtual time: both halves of a call in one launch, as on a GPU. A
-// dispatch, then any number of combines.
+// The low-latency mode in virtual time. One launch has both halves of a call, as on a GPU. The
+// caller dispatches before it combines.
 class VirtualLowLatency {
   public:
-    // topk_idx: [T, K] of each simulated rank; they outlive this.
+    // topk_idx: [T, K] for each simulated rank; must outlive this object.
     VirtualLowLatency(const Machine& machine, const VirtualLowLatencySettings& settings,
                       const std::vector<const int32_t*>& topk_idx);
     ~VirtualLowLatency();
@@ -31,7 +31,7 @@ class VirtualLowLatency {
 
     const ControlBlock& control(int rank) const;
 
-    // Rows that come to the simulated ranks from other ranks over the network, and over NVLink.
+    // Rows that the simulated ranks receive from other ranks, by way of transport.
     struct Arrivals {
         uint64_t over_network = 0, over_links = 0;
     };

@@ -14,42 +14,43 @@
 namespace ep {
 
 constexpr int kRoles = static_cast<int>(Role::LowLatencyCombineReceiver) + 1;
-constexpr int kWeightBytes = 4;  // of a row's weight
+constexpr int kWeightBytes = 4;  // bytes of one weight
 
-// A launch, or several that belong together. Times are in ns.
+// Measurements of a phase in virtual time: one launch, or several in sequence. Times are in ns.
 struct VirtualPhase {
     struct OfRole {
         int warps = 0;
-        double time = 0;    // of all warps, from the launch to their ends
-        double copied = 0;  // of it in copies and sums
+        double time = 0;    // from begin to end, summed over the warps
+        double copied = 0;  // the part of `time` spent in copies and sums
         std::array<double, kWaits> waited{};
     };
     struct Track {
         int channel, sm;
         VirtualTask task;
     };
-    std::vector<double> ends;  // of each rank
+    std::vector<double> ends;  // by rank: when its last warp ended
     std::array<OfRole, kRoles> roles;
-    double sm = 0, memory = 0, link_out = 0, link_in = 0, card = 0;  // busy, of the time; busiest
-    double bytes_sent = 0, row_bytes = 0;                            // by all cards, and of rows
+    double sm = 0, memory = 0, link_out = 0, link_in = 0, card = 0;  // busy share, rank maximum
+    double bytes_sent = 0, row_bytes = 0;                            // all cards; rows: no flags
     uint64_t messages = 0, happened = 0, switches = 0;
-    std::vector<Track> tracks;  // of the traced rank
+    std::vector<Track> tracks;  // for the traced rank only
 
-    // What each rank launches behind this, so many ns later.
+    // Adds a phase that each rank launches `between` ns after the end of this one.
     void append(const VirtualPhase& behind, double between);
 };
 
-// How much is done: copies and sums, of as many as there will be about in this phase.
+// Is called with the progress of a phase: copies and sums so far, and about how many in all.
 using Look = std::function<void(uint64_t done, uint64_t all)>;
 
-// How ranks differ: one begins so many ns later, and one's warps have tracks. -1: none.
+// Ranks that differ from the others; -1: none. The late rank's launches begin late_by ns later, and
+// the phase has tracks of the traced rank's warps.
 struct VirtualDifferences {
     int late_rank = -1;
     double late_by = 0;
     int traced_rank = -1;
 };
 
-// What is simulated, of any mode. Tokens and SMs are those of one rank.
+// Settings that both modes share. Tokens and SMs are those of one rank.
 struct VirtualCase {
     Topology topology;
     int simulated_nodes;  // the others are images of these, see fabric/virtual/images.h
@@ -59,17 +60,17 @@ struct VirtualCase {
     double timeout = 10e9;   // ns
     VirtualCards::Faults faults;
     VirtualDifferences differences;
-    uint64_t seed = 0;  // of the order of what happens at the same time; 0: as announced
+    uint64_t seed = 0;  // puts simultaneous events in a random order; 0: in the order of requests
 
     int ranks() const { return simulated_nodes * topology.ranks_per_node; }
 };
 
-// Heaps of so many bytes that follow each other.
+// Returns the addresses of `ranks` consecutive heaps of `bytes` bytes each.
 std::vector<char*> heaps_in(char* memory, size_t bytes, int ranks);
 
 inline int warps_of_blocks(int blocks) { return blocks * kBlockWarps; }
 
-// f(block, warp) for each warp of the blocks of a launch.
+// Calls f(block, warp) for each warp of a launch.
 template <class F>
 void for_warps(int blocks, F&& f) {
     for (int block = 0; block < blocks; ++block) {
@@ -77,18 +78,18 @@ void for_warps(int blocks, F&& f) {
     }
 }
 
-// Warps that begin together, and what came of them.
+// A launch in virtual time: its warps begin together.
 class VirtualLaunch {
   public:
     using Body = std::function<void(VirtualFiber&)>;
 
-    // sms: of each rank, that its exchange runs on.
+    // sms: SMs of each rank on which the exchange runs, the base of the share `sm`.
     VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms,
                   const VirtualDifferences& differences);
 
-    // A warp on an SM of a rank.
+    // Adds a warp that runs `body` on an SM of a rank.
     void add(int rank, int sm, Body body);
-    // Until all have ended.
+    // Runs all warps to their ends. expected_rows: the total that `look` is given.
     VirtualPhase run(const Look& look = {}, uint64_t expected_rows = 0);
 
   private:

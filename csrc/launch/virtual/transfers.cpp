@@ -14,16 +14,16 @@
 namespace ep {
 namespace {
 
-// A row has so many bytes and takes the time of a real one: nothing of the roles depends on them.
+// Bytes of a simulated row, which takes the time of a real one: no role depends on the size.
 constexpr int kPayloadBytes = 16, kScaleBytes = 4;
 
-// What the tensors of one rank's call are.
+// Tensors of one rank's calls.
 struct Share {
     std::vector<int32_t> layout, dst_rows, rail_experts;
     std::vector<int64_t> counts;
     std::vector<char> x, rows, sums, y, scales, row_scales;
     std::vector<float> weights, row_weights, y_weights;
-    uint64_t meetings = 0;  // of notify's warps
+    uint64_t meetings = 0;  // arrivals of notify's warps
 };
 
 }  // namespace
@@ -31,7 +31,7 @@ struct Share {
 struct VirtualTransfers::State {
     VirtualSettings settings;
     Topology topology;
-    int ranks;  // that are simulated
+    int ranks;  // simulated ranks
     NodeImages images;
     Segment memory;
     VirtualCluster cluster;
@@ -45,7 +45,7 @@ struct VirtualTransfers::State {
     static RowFormat format_of(const VirtualSettings& s) {
         return {kPayloadBytes, s.scale_bytes > 0 ? kScaleBytes : 0, s.weight_bytes, s.topk};
     }
-    // With slots that are as much larger as those of real rows: rings hold fewer of them.
+    // Slots are larger than dispatch's in the same ratio as real ones, so that a ring holds fewer.
     static RowFormat combine_format_of(const VirtualSettings& s) {
         const RowFormat dispatch = format_of(s);
         const size_t slot = dispatch.slot_bytes() * s.slot_ratio;
@@ -69,7 +69,7 @@ struct VirtualTransfers::State {
         cluster.timeout = s.timeout;
     }
 
-    // Before a phase that moves such rows.
+    // Sets the format and the real sizes of the rows that the next phase moves.
     void takes_rows(const RowFormat& format, double payload_bytes, double scale_bytes,
                     double slot_bytes) {
         images.format = format;
@@ -78,21 +78,21 @@ struct VirtualTransfers::State {
                        slot_bytes};
     }
 
-    // Of the exchange, which a late rank comes to late; and of what runs on a rank alone.
+    // launch() is for the exchange, launch_alone() for work that waits for no other rank.
     VirtualLaunch launch() { return {cluster, cards, settings.num_sms, settings.differences}; }
     VirtualLaunch launch_alone() {
         return {cluster, cards, settings.num_sms, {-1, 0, settings.differences.traced_rank}};
     }
 
-    // Of the ranks in order: what a rank with so many tokens knows of a layout.
+    // Adds the next rank's notify arguments and returns their layout.
     Layout& add_layout(int num_tokens, const int32_t* topk_idx);
-    // has_intra_rank_pass: of each rank's dispatch.
+    // Makes the arguments of dispatch and combine. has_intra_rank_pass: by rank, for dispatch.
     void make_calls(const std::vector<bool>& has_intra_rank_pass);
-    // Of a dispatch's intra-rank pass: own rows, on `count` SMs, and copies of rows, on all.
+    // Add dispatch's intra-rank pass: own rows on `count` SMs, copies of rows on all SMs.
     void add_own_rows(VirtualLaunch& phase, int first_sm, int count);
     void add_permute(VirtualLaunch& phase);
 
-    // f(fabric) over the fabric of a rank.
+    // Calls f with the fabric of a rank.
     template <class F>
     void with_fabric(int rank, bool charges_loads, F&& f) {
         if (settings.maps_rail || topology.nodes == 1) {
@@ -107,7 +107,7 @@ struct VirtualTransfers::State {
 
 namespace {
 
-// Those of a launch of the exchange: each has a role of a channel.
+// Calls f(block, number, all) for each of the `all` warps of an exchange; each has a role.
 template <class Roles, class F>
 void for_roles(const Roles& roles, int channels, int sms, F&& f) {
     const int all = roles.warps() * channels, blocks = std::min(sms, all);
@@ -191,7 +191,6 @@ uint64_t VirtualTransfers::peer_rows() const {
     return rows;
 }
 
-// The tensors of the calls that follow a notify.
 void VirtualTransfers::State::make_calls(const std::vector<bool>& has_intra_rank_pass) {
     dispatch.clear();
     combine.clear();
@@ -239,7 +238,7 @@ void VirtualTransfers::State::make_calls(const std::vector<bool>& has_intra_rank
     }
 }
 
-// As notify_kernel does it: each step needs the one before on all channels.
+// Follows notify_kernel: each step needs the previous one to be finished on all channels.
 VirtualPhase VirtualTransfers::notify(const Look& look) {
     State& s = *state_;
     if (s.notify.front().layout.is_planned) throw std::logic_error("a plan needs no notify");
@@ -305,7 +304,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
 
 namespace {
 
-// The SMs that an exchange leaves free, and whether they are enough for the intra-rank pass.
+// SMs of the intra-rank pass: those that the exchange leaves free if they are a third, else all.
 struct SideSms {
     int first, count;
     bool beside;

@@ -11,37 +11,37 @@
 
 namespace ep {
 
-// What is simulated of the normal mode. Rows are those of one rank.
+// Settings of the normal mode. Numbers of rows are those of one rank.
 struct VirtualSettings : VirtualCase {
     int channels;
-    int nvl_rows, rdma_rows;                          // of a ring, powers of two
+    int nvl_rows, rdma_rows;                          // slots of a ring, powers of two
     int nvl_batch, rdma_chunk;                        // see TransferArgs
-    int slot_ratio = 1;                               // of a slot of combine, to one of dispatch
-    double payload_bytes, scale_bytes;                // of a real row of dispatch
-    double slot_bytes;                                // of it on the wire
-    double combine_bytes, combine_slot_bytes;         // of combine, whose rows have no scales
-    bool permutes_apart = false, sums_apart = false;  // dispatch's and combine's intra-rank pass
-    int weight_bytes = kWeightBytes;                  // beside a row, of each k
+    int slot_ratio = 1;                               // combine's slot bytes / dispatch's
+    double payload_bytes, scale_bytes;                // a real row of dispatch
+    double slot_bytes;                                // that row on the wire
+    double combine_bytes, combine_slot_bytes;         // a combine row has no scales
+    bool permutes_apart = false, sums_apart = false;  // whether there is an intra-rank pass
+    int weight_bytes = kWeightBytes;                  // for each expert of a row
 };
 
-// What a plan moves, see core/planned_layout.h.
+// A plan's moves, see core/planned_layout.h.
 struct VirtualPlan {
     const Move* moves;
     size_t count;
-    const int32_t* tokens;  // of each rank
+    const int32_t* tokens;  // [W], tokens of each rank
     int leaving;
-    std::vector<bool> copies_apart;  // of each rank: launches of their own write the rows that stay
+    std::vector<bool> copies_apart;  // by rank: the intra-rank pass writes the rows that stay
 };
 
-// The normal mode in virtual time: the roles of all ranks, as a GPU's launches distribute them over
-// SMs. Calls follow each other as on GPUs: notify first, unless a plan says what it would, then any
-// number of dispatches and combines.
+// The normal mode in virtual time. Runs the roles of all simulated ranks, distributed over SMs as
+// the GPU launches distribute them. Calls have the order that they have on GPUs: notify first,
+// except with a plan, then any number of dispatches and combines.
 class VirtualTransfers {
   public:
-    // topk_idx: [T, K] of each simulated rank; they outlive this.
+    // topk_idx: [T, K] for each simulated rank; must outlive this object.
     VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
                      std::vector<const int32_t*> topk_idx);
-    // All ranks are simulated; num_tokens is not looked at.
+    // Simulates all ranks. settings.num_tokens is not used: the plan has the numbers of tokens.
     VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
                      const VirtualPlan& plan);
     ~VirtualTransfers();
@@ -53,8 +53,8 @@ class VirtualTransfers {
     int simulated_ranks() const;
     const ControlBlock& control(int rank) const;
     const Layout::Totals& totals(int rank) const;
-    // Rows that cross the network between nodes in a dispatch, and those that arrive at other
-    // ranks, of the simulated ranks.
+    // Rows of one dispatch, summed over the simulated ranks: those that cross the network between
+    // nodes, and those that arrive from another rank.
     uint64_t rail_rows() const;
     uint64_t peer_rows() const;
 
