@@ -1,12 +1,12 @@
-"""Keeps Megatron from taking a step, or writing a checkpoint, with what a failed call has left.
+"""Keeps Megatron from taking a step, or writing a checkpoint, with results of a failed call.
 
-A launch on a GPU can fail after the program has gone on, and its outputs are NaN then (`megatron_ep.raise_if_failed`).
-Before each step of a Megatron optimizer every rank asks its own buffers. A rank that knows of a failure raises at once,
-and tells the job through the store of torch.distributed; a rank that knows of none waits for no other rank.
+A launch on a GPU may fail after its call has returned, and its outputs are then NaN (`megatron_ep.raise_if_failed`).
+Before each step of a Megatron optimizer every rank checks its own buffers. A rank that knows of a failure raises, and
+publishes it in the store of torch.distributed. Other ranks do not wait.
 
-It may look before the failure happens, or share no buffer with the ranks of the failed call. What these have computed
-then reaches it as NaN in the gradients, by Megatron's own reductions. So it looks once more when the gradients are
-ready: if they, or their norm, are not finite, it asks the store before anything is kept.
+A rank may check before the failure happens, or share no buffer with the ranks of the failed call. It then receives NaN
+in its gradients through Megatron's reductions. Therefore it checks again when the gradients are ready: if they, or
+their norm, are not finite, it reads the store before parameters are changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import layer_wise_optimizer  # noqa: F401, a subclass that enable() is to find
+from megatron.core.optimizer import layer_wise_optimizer  # noqa: F401, a subclass that enable() must find
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -35,33 +35,33 @@ from megatron_ep.meeting.place import bounded, connected, in_thread
 
 T = TypeVar("T")
 
-# A failure is in the store within 0.2 s, the monitor's interval, and the time that the store takes.
-ASK_S = 5.0  # that a rank with gradients that are not finite waits for a failure to be told
+# A failure is in the store after at most 0.2 s, the monitor's interval, and the time that the store needs.
+ASK_S = 5.0  # seconds that a rank with gradients that are not finite waits for a failure in the store
 ASK_EVERY_S = 0.25
-TELL_S = 1.0  # that a rank waits for the store to take its failure: the process may end afterwards
+TELL_S = 1.0  # seconds that a rank waits until the store has its failure, because its process may end afterwards
 
 KEY = "megatron_ep/failed"
-NORM = "get_grad_norm_fp32"  # of Megatron's modules that reduce a norm of the gradients
+NORM = "get_grad_norm_fp32"  # function of Megatron's modules that reduces a norm of the gradients
 
 log = logging.getLogger(__name__)
 
 _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
-_in_step = False  # optimizers are made of optimizers
+_in_step = False  # whether a step is running, because optimizers contain optimizers
 _in_update = False
-_norms: list[float | torch.Tensor] = []  # of the gradients, in this step
+_norms: list[float | torch.Tensor] = []  # norms of the gradients in this step
 _telling: futures.Future[None] | None = None  # the failure of this process
-_started = time.time()  # torchrun may keep its store, and what was told there, from one attempt of a job to the next
-_asks = True  # until gradients were not finite though no rank had failed, which may then go on for every step
-before_step: Callable[[], None] | None = None  # is called before each step that is taken
+_started = time.time()  # torchrun may keep its store, with older failures, from one attempt of a job to the next
+_asks = True  # False after gradients were not finite without a failure, which may repeat in every step
+before_step: Callable[[], None] | None = None  # called before each step
 
 
 @dataclass(frozen=True)
 class Told:
-    """A failure, as the job is told of it.
+    """A failure in the store.
 
-    rank: of the default group.
+    rank: rank in the default group.
     cause: the first line of the error.
-    time: of the rank's clock, in seconds since the epoch.
+    time: the rank's clock, in seconds since the epoch.
     """
 
     rank: int
@@ -70,8 +70,8 @@ class Told:
 
 
 def enable() -> None:
-    """From now on no step of a `MegatronOptimizer` and no `dist_checkpointing.save` of this process keeps what a failed
-    call of megatron_ep has left. Idempotent."""
+    """Makes each step of a `MegatronOptimizer` and each `dist_checkpointing.save` of this process raise before it keeps
+    results of a failed call of megatron_ep. Idempotent."""
     if _replaced:
         return
     for kind in _subclasses(MegatronOptimizer):
@@ -86,7 +86,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Steps and checkpoints are Megatron's own again. Idempotent."""
+    """Restores Megatron's own steps and checkpoints. Idempotent."""
     while _replaced:
         setattr(*_replaced.pop())
     if _tell in failures.watchers:
@@ -94,11 +94,11 @@ def disable() -> None:
 
 
 def check() -> None:
-    """Raises if a call of this process's buffers has failed, on any of their ranks, and tells the job. Waits for this
-    rank's own launches, and for other ranks only as these do.
+    """Raises, and publishes the failure, if a call of this process's buffers has failed on any of their ranks. Waits
+    for this rank's launches, and for other ranks only as these do.
 
     Raises:
-        EPError: as `megatron_ep.raise_if_failed`.
+        EPError: see `megatron_ep.raise_if_failed`.
     """
     try:
         ep.raise_if_failed()
@@ -115,7 +115,7 @@ def _checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
         global _in_step
-        if _in_step or _is_capturing():  # a graph that is replayed asks for nothing: see _checked_save
+        if _in_step or _is_capturing():  # a graph's replays are not checked until the next save
             return step(optimizer, *args, **kwargs)
         check()
         if before_step is not None:
@@ -189,7 +189,7 @@ def _check_gradients(optimizer: MegatronOptimizer) -> None:
 
 
 def _are_finite(optimizer: MegatronOptimizer) -> bool:
-    """Whether the norm of the gradients is, or the gradients themselves where Megatron needs no norm."""
+    """Returns whether the norm of the gradients is finite, or the gradients are if Megatron computes no norm."""
     values: list[float | torch.Tensor] = _norms
     if not values and (gradients := list(_gradients(optimizer))):
         norms = torch._foreach_norm(gradients, math.inf)
@@ -216,7 +216,8 @@ def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _wait_for_stream(value: torch.Tensor) -> None:
-    """Until a value on the GPU is there; raises if a failure is known before, for it may then never come."""
+    """Waits until a value on the GPU is computed. Raises if a failure becomes known before, because then it may never
+    be."""
     if value.device.type != "cuda":
         return
     event = torch.cuda.current_stream(value.device).record_event()
@@ -229,7 +230,7 @@ def _wait_for_stream(value: torch.Tensor) -> None:
 
 
 def _tell(cause: str) -> None:
-    """Writes a failure of this process to the store, in a thread: the store may not answer. From any thread."""
+    """Writes a failure of this process to the store, in a thread, because the store may not answer."""
     global _telling
     if _telling is None and dist.is_initialized() and dist.get_world_size() > 1:
         told = codec.encode(Told(dist.get_rank(), codec.readable(cause), time.time())).decode()
@@ -238,7 +239,7 @@ def _tell(cause: str) -> None:
 
 
 def _withdraw() -> None:
-    """Takes back what was told: the buffers have been reset, and this rank goes on."""
+    """Deletes this rank's failure from the store after the buffers have been reset."""
     global _telling
     _telling = None
     own = dist.get_rank()
@@ -253,7 +254,7 @@ def _read(store: dist.Store) -> Told | None:
 
 
 def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:
-    """What it returns; None where the store does not answer in time, or holds a value that no rank has written."""
+    """Returns the result of `work`; None if the store does not answer in time, or has a value that cannot be read."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = _get_default_store()

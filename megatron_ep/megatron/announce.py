@@ -1,4 +1,4 @@
-"""The line that says, once a pipeline stage, how many MoE layers use this dispatcher, and over what."""
+"""A log line per pipeline stage with the number of MoE layers that use this dispatcher, and their groups."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import megatron_ep as ep
 
 log = logging.getLogger(__name__)
 
-_layers: dict[dist.ProcessGroup, int] = {}  # built, not yet announced
+_layers: dict[dist.ProcessGroup, int] = {}  # layers that were built and not yet announced
 
 
 def count_layer(group: dist.ProcessGroup) -> None:
-    """Notes that one more layer of this process exchanges tokens over the group."""
+    """Counts a layer of this process that exchanges tokens over the group."""
     _layers[group] = _layers.get(group, 0) + 1
 
 
@@ -24,9 +24,9 @@ def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, bu
     """Logs the line for the layers counted since the last one, on the first rank of a pipeline stage (level INFO).
 
     Args:
-        group: over which they exchange tokens.
-        groups: the model's; with None, or where they lack expt_dp and pp, every group speaks for itself.
-        buffer: of the group.
+        group: the group over which the layers exchange tokens.
+        groups: the model's groups. None, or without expt_dp and pp: every group logs its own line.
+        buffer: the buffer of the group.
     """
     layers = _layers.pop(group, 0)
     copies, stages = getattr(groups, "expt_dp", None), getattr(groups, "pp", None)
@@ -43,8 +43,8 @@ def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, bu
 
 
 def show() -> None:
-    """From now on the line is on the standard output, whatever logging is set to: for entry points. Idempotent."""
+    """Prints the line on the standard output from now on, independently of logging settings. Idempotent."""
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stdout))
         log.setLevel(logging.INFO)
-        log.propagate = False  # not twice
+        log.propagate = False  # prevents a second output by the root logger

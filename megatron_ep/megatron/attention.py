@@ -1,9 +1,9 @@
-"""`sequence_spec` puts the attention of packed sequences, balanced over all ranks that have other data or other parts
-of the same, into a model's spec: Transformer Engine's where the spec has it, else in torch, `DispatchedCoreAttention`.
+"""`sequence_spec` puts attention of packed sequences that is balanced over ranks into a model's spec: Transformer
+Engine's attention if the spec has it, else attention in torch, `DispatchedCoreAttention`.
 
-It stands where a spec has Megatron's core attention: behind rotary embedding, before the output projection. There Q, K
-and V go to the ranks that have time, and the output comes back. The ranks are those of data and context parallelism
-(DP x CP), for each tensor-parallel rank its own heads.
+It replaces Megatron's core attention, between rotary embedding and output projection. Q, K and V are sent to the ranks
+that compute, and the output is sent back. The ranks are those of data and context parallelism (DP x CP); each
+tensor-parallel rank moves its own heads.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _originals: dict[type, Callable[..., None]] = {}
 
 
 class VarlenAttention(torch.nn.Module):
-    """Causal attention of packed sequences (THD) in torch, one sequence after the other; Megatron's own needs
-    Transformer Engine for them. Keys may be more than queries: the last query sees all of its sequence.
+    """Causal attention of packed sequences (THD) in torch, one sequence at a time; Megatron's own needs Transformer
+    Engine for them. A sequence may have more keys than queries: its last query attends to all of them.
 
     Args:
-        config: the model's; attention_dropout must be 0, and context_parallel_size 1.
-        attn_mask_type: a causal one; None for that.
+        config: the model's config; attention_dropout must be 0, and context_parallel_size 1.
+        attn_mask_type: a causal type; None means causal.
         softmax_scale: None for 1 / sqrt(width of Q).
-        options: what else Megatron gives a core attention.
+        options: further arguments of Megatron's core attention, ignored.
 
     Raises:
-        ValueError: the model needs more of its attention than that.
+        ValueError: the config asks for attention that is not supported.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class VarlenAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width].
+        """Maps query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width].
 
         Raises:
-            ValueError: no packed sequences, or rows that are not theirs; or an attention_bias.
+            ValueError: no packed sequences, another number of rows than they have, or an attention_bias.
         """
         refusal = _refusal(packed_seq_params, attention_bias)
         if refusal:
@@ -113,26 +113,25 @@ class VarlenAttention(torch.nn.Module):
 
 
 class _Mask(enum.Enum):
-    """Mask named as in Transformer Engine, which Megatron's wrapper passes on and its own `AttnMaskType` lacks."""
+    """A mask of Transformer Engine, which Megatron's wrapper passes on by name and `AttnMaskType` lacks."""
 
     padding_causal_bottom_right = enum.auto()
 
 
 class _Dispatched(torch.nn.Module):
-    """In front of a core attention among the bases of a class: that attention, on whatever rank has time for it.
+    """Balances a core attention over ranks. Precedes it among the bases of a class.
 
-    The first layer of a micro-batch asks all ranks of its DP x CP group for the lengths of their documents; all then
-    make the same plan, which the other layers, and what is computed again, use as well. A document's rows lie as
-    Megatron has them: whole on a rank, or with context parallelism its first and its last chunk on the first of the
-    ranks, and so on.
+    In the first layer of a micro-batch all ranks of a DP x CP group exchange the lengths of their documents and make
+    the same plan, which the other layers and recomputation use as well. The rows of a document have Megatron's layout:
+    all on one rank, or with context parallelism its first and last chunk on the first rank, and so on.
 
-    The plan is kept with the `PackedSeqParams` and made again once these have another tensor of cu_seqlens, or it was
-    written to in place. All ranks must do so alike: one that asks for a plan waits for the others to ask as well. An
-    inference tensor does not tell whether it was written to, so that every layer asks.
+    The plan is kept with the `PackedSeqParams`. It is made again if these have another tensor of cu_seqlens, or if that
+    was changed in place, and by every layer for inference tensors, whose changes cannot be seen. Making a plan is
+    collective: all ranks must do it alike.
     """
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        of_one_rank = copy.copy(config)  # whose sequences are whole
+        of_one_rank = copy.copy(config)  # the base class gets whole sequences
         of_one_rank.context_parallel_size = 1
         super().__init__(of_one_rank, **options)
 
@@ -147,12 +146,12 @@ class _Dispatched(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """query [t, heads, D], key [t, KV heads, D], value [t, KV heads, width] to [t, heads * width].
+        """Maps query [t, heads, D], key [t, KV heads, D], value [t, KV heads, width] to [t, heads * width].
 
         Raises:
-            ValueError: no packed sequences, an attention_bias, or rows that are not the sequences'; on all ranks alike
-                where they make a plan, while with one the other ranks get EPAbortError.
-            EPError: as `SequenceDispatcher`.
+            ValueError: no packed sequences, another number of rows than they have, or an attention_bias. All ranks
+                raise it if a plan is being made; otherwise the other ranks raise EPAbortError.
+            EPError: see `SequenceDispatcher`.
         """
         refusal = _refusal(packed_seq_params, attention_bias)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -174,17 +173,17 @@ class _Dispatched(torch.nn.Module):
 
 
 class DispatchedCoreAttention(_Dispatched, VarlenAttention):
-    """`VarlenAttention` of packed sequences on whatever rank has time for it. What does the same with Transformer
-    Engine's attention is a class that `sequence_spec` makes.
+    """`VarlenAttention` of packed sequences, balanced over ranks. `sequence_spec` makes a similar class for Transformer
+    Engine's attention.
 
     Args:
-        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: as
-            any core attention of Megatron's; but rows move over the DP x CP group of Megatron's `parallel_state`,
-            whatever groups pg_collection has.
-        core_attention: what the spec had in this place.
+        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: see
+            Megatron's core attention. Rows move over the DP x CP group of Megatron's `parallel_state`, not over groups
+            of pg_collection.
+        core_attention: the core attention that it replaces.
 
     Raises:
-        ValueError: that was another one than `DotProductAttention`; or what `VarlenAttention` cannot do.
+        ValueError: core_attention is not `DotProductAttention`, or `VarlenAttention` does not support the config.
     """
 
     def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
@@ -220,7 +219,7 @@ def _module_of(core_attention: Any) -> Any:
 
 
 def _no_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[0, heads, width], but made of all three: every rank takes part in the backward pass."""
+    """Returns [0, heads, width] that depends on all three, so that every rank takes part in the backward pass."""
     nothing = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
     return nothing.expand(0, query.shape[1], value.shape[2])
 
@@ -232,8 +231,8 @@ def sequence_spec(spec: Spec) -> Spec:
     unchanged. The model needs packed sequences (`PackedSeqParams`).
 
     Args:
-        spec: that of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions
-            return them; may have gone through `ep_layer_spec`.
+        spec: spec of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions
+            return them, or as `ep_layer_spec` returns it.
 
     Raises:
         ValueError: no self-attention in the spec.
@@ -245,7 +244,7 @@ def varlen_spec(spec: Spec) -> Spec:
     """Returns a copy of a spec with `VarlenAttention`: each rank computes the attention of its own packed sequences.
 
     Raises:
-        ValueError: as `sequence_spec`.
+        ValueError: see `sequence_spec`.
     """
     return _with_self_attention(spec, _with_varlen_attention)
 
@@ -258,7 +257,7 @@ def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
 
 
 def enable() -> None:
-    """Makes every self-attention that Megatron builds in this process from now on like that of `sequence_spec`.
+    """Balances every self-attention that Megatron builds in this process from now on, like `sequence_spec`.
 
     Raises:
         RuntimeError: already enabled.
@@ -293,13 +292,13 @@ def _initializer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_dispatched_attention(node: Any) -> Any:
-    """The submodules of a self-attention with ours; None for anything else."""
+    """Returns the submodules of a self-attention with balanced core attention; None for anything else."""
     if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
         return None
     core_attention = node.core_attention
     kind = _module_of(core_attention)
     if isinstance(kind, type) and issubclass(kind, _Dispatched):
-        return dataclasses.replace(node)  # it is one
+        return dataclasses.replace(node)  # it is balanced already
     if _is_te(kind):
         params = core_attention.params if isinstance(core_attention, ModuleSpec) else {}
         ours = ModuleSpec(module=_dispatched_te(kind), params=params)
@@ -317,7 +316,7 @@ def _with_varlen_attention(node: Any) -> Any:
 def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     """Returns the `PackedSeqParams` of consecutive sequences.
 
-    cu_seqlens: int32 [sequences + 1], the beginning of each sequence, and the end of the last.
+    cu_seqlens: int32 [sequences + 1]: the start of each sequence, and the end of the last.
     """
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     return PackedSeqParams(
@@ -334,8 +333,8 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
 
 @dataclass
 class _Step:
-    """params: of the sequences whose attention this rank computes. context_rows: of their keys, see `RankTables`.
-    ends, version: the cu_seqlens that it was made for, and how often these had been written to by then."""
+    """The plan of a micro-batch. params: the sequences whose attention this rank computes. context_rows: rows of their
+    keys, see `RankTables`. ends, version: cu_seqlens of the plan, and their version counter when it was made."""
 
     dispatcher: SequenceDispatcher
     plan: SequencePlan
@@ -350,16 +349,16 @@ class _Step:
 
 @dataclass
 class _Own:
-    """What a rank tells the others of its micro-batch. refusal: why it cannot be."""
+    """A rank's micro-batch, as sent to the other ranks. refusal: why it is invalid; "" if it is valid."""
 
     data_rank: int
     context_rank: int
-    lengths: list[int]  # of its documents, on all context-parallel ranks together
+    lengths: list[int]  # lengths of its documents, on all context-parallel ranks together
     refusal: str = ""
 
 
 def _refusal(params: PackedSeqParams | None, attention_bias: torch.Tensor | None) -> str:
-    """Why this is no attention of packed sequences; empty if it is one."""
+    """Returns why the arguments are invalid; "" if they describe attention of packed sequences."""
     if params is None or params.qkv_format != "thd":
         got = "None" if params is None else f"of format {params.qkv_format!r}"
         return f"packed_seq_params is {got}, must describe packed sequences: qkv_format 'thd'"
@@ -388,7 +387,7 @@ def _plan_step(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> _Step:
-    """refusal: why there can be no plan. The others wait for what this rank has to say, so they are told, too."""
+    """Makes the plan of a micro-batch. Collective. refusal: why this rank's is invalid, which all ranks then raise."""
     context_ranks = parallel_state.get_context_parallel_world_size()
     told: list[Any] = [None] * group.size()
     own = _own_documents(params, refusal, query.shape[0], context_ranks)
@@ -437,7 +436,7 @@ def _own_documents(params: PackedSeqParams | None, refusal: str, rows: int, cont
 
 
 def shards_of(told: list[Any], context_ranks: int) -> list[Shard]:
-    """Where the documents of all ranks are at home, whose attention is to be moved."""
+    """Returns the shards of the documents of all ranks, with the ranks that have their rows."""
     rank_at = {(own.data_rank, own.context_rank): rank for rank, own in enumerate(told)}
     chunks = 2 * context_ranks if context_ranks > 1 else 1
     shards, document = [], 0

@@ -1,6 +1,6 @@
-"""The low-latency mode under a layer, for the few tokens of a decoding step.
+"""The low-latency mode in a layer, for the few tokens of a decoding step.
 
-T tokens on this rank, H hidden, K choices of a token, L local experts, C rows of an expert, R = L * C.
+T tokens on this rank, H hidden, K choices per token, L local experts, C rows per expert, R = L * C.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 
 @dataclass(frozen=True)
 class Arrival:
-    """How rows arrive.
+    """The format of received rows.
 
     capacity: C.
-    as_float8: they travel as with `forward_dtype` of `megatron_ep.dispatch`.
-    clear: rows without a token are zeros; otherwise they are anything.
+    as_float8: whether rows are sent as float8, as with `forward_dtype` of `megatron_ep.dispatch`.
+    clear: whether rows without a token are zeros; otherwise they are undefined.
     """
 
     capacity: int
@@ -31,8 +31,8 @@ class Arrival:
 def dispatch_step(
     low_latency: ep.LowLatency, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, arrival: Arrival
 ) -> ep.Received:
-    """Rows [R, H] and probs [R] as `megatron_ep.dispatch` gives them with expert_capacity, except in rows without a
-    token.
+    """Returns rows [R, H] and probs [R], equal to those of `megatron_ep.dispatch` with expert_capacity except in rows
+    without a token.
 
     Args:
         x: [T, H].
@@ -57,14 +57,14 @@ def dispatch_step(
 def combine(
     low_latency: ep.LowLatency, x: torch.Tensor, handle: LowLatencyHandle, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sums [T, H] of each token's rows.
+    """Returns the sums [T, H] of each token's rows.
 
-    A rank first sums the rows of its experts, and what the ranks send is summed in their order, as the normal mode does
-    within a node: there the results are equal bit by bit.
+    A rank first sums the rows of its experts, and these sums are added in the order of ranks. The normal mode does the
+    same within a node, so that the results there are bitwise equal.
 
     Args:
         x: [R, H].
-        weights: [R], fp32 or fp64, what each row is multiplied by; or None.
+        weights: [R], fp32 or fp64: factor of each row; or None.
     """
     num_experts = low_latency.buffer.num_local_experts
     by_expert = x.unflatten(0, (num_experts, -1))

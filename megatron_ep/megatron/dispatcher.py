@@ -1,8 +1,8 @@
 """Megatron-Core's token dispatcher interface, implemented with `megatron_ep.dispatch` and `megatron_ep.combine`.
 
-T tokens on this rank, H hidden, E experts, K choices of a token, TP ranks that share an expert, L local experts,
-R rows received. The group spans EP x TP ranks, EP-major; every expert exists once per TP rank, which holds a slice of
-it, so each choice becomes TP choices and the combine adds up the slices' partial outputs.
+T tokens on this rank, H hidden, E experts, K choices per token, TP ranks that share an expert, L local experts, R rows
+received. The group has EP x TP ranks, EP-major. Each TP rank has a slice of its experts, so that a choice becomes TP
+choices, and combine sums the partial outputs of the slices.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class EPTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts: L, experts on this rank.
         local_expert_indices: their ids, consecutive.
-        config: the model's; read are num_moe_experts, moe_router_topk, the capacity, padding and overlap settings, and
-            the fields that `options.Options` names.
+        config: the model's config. The dispatcher reads num_moe_experts, moe_router_topk, the capacity, padding and
+            overlap settings, and the fields of `options.Options`.
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
         ValueError: TP is over 32; 1F1B overlap without flex + hybridep (or ncclep) declared, or with a Megatron whose
             schedule uses a dispatcher in another way; options that are out of range or that contradict the config.
 
-    A decoding step of Megatron's inference takes the low-latency mode, see `_decodes`.
+    A decoding step of Megatron's inference uses the low-latency mode, see `_decodes`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_TOPK}")
         self.num_choices = min(config.moe_router_topk, MAX_TOPK // self.tp_size)
         if config.overlap_moe_expert_parallel_comm and not _declares_grouped(config):
-            # Under any other type Megatron frees the rows that arrive, which the experts still need.
+            # With other types Megatron frees received rows that the experts still need.
             raise ValueError(
                 "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type='flex' and "
                 f"moe_flex_dispatcher_backend='hybridep', got '{config.moe_token_dispatcher_type}' and "
@@ -103,14 +103,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._groups = pg_collection
         count_layer(self.tp_ep_group)
         expect(self.tp_ep_group)
-        # Public and under these names because Megatron's inference code flips them at run time.
+        # These attributes have Megatron's names because its inference code changes them at run time.
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
-        self.trusts_router = False  # to choose at most moe_router_topk experts for a token
-        self.may_skip_combine = False  # in a replay of the layer alone
+        self.trusts_router = False  # whether the router chooses at most moe_router_topk experts for a token
+        self.may_skip_combine = False  # whether a replay of only this layer needs no combine
         self._replays = None if config.recompute_granularity is None else Replays()
-        self._layout: Layout | None = None  # of this pass and its replay
+        self._layout: Layout | None = None  # layout of this pass and its replay
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
         self.split_rows: torch.Tensor | None = None
@@ -124,11 +124,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._comm_manager = StepState(
             self.options.moe_expert_rank_capacity_factor, router_topk=config.moe_router_topk * self.tp_size
         )
-        # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
+        # If Megatron's config has the field, its trainer calls `check_over_budget` and repeats the step.
         repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None
         self._of_rank = RowLimit(OVER_BUDGET, poisons=not repeats)
         self._of_expert = RowLimit(OVER_CAPACITY)
-        self._least_rows = 0  # that a rank makes room for, if it does so for a fixed number
+        self._least_rows = 0  # the least R if it is fixed
 
     def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
         super().set_shared_experts(shared_experts)
@@ -146,9 +146,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return self._of_rank.over_budget
 
     def check_required_capacity(self) -> torch.Tensor | None:
-        """Returns int64 [1] on the device: the most rows, padding included, that a dispatch since the last reset had
-        for this rank; None before the first one, and unless moe_expert_rank_capacity_factor is a field of Megatron's
-        own."""
+        """Returns int64 [1] on the device: the most rows, including padding, that a dispatch since the last reset had
+        for this rank; None before the first one, and unless Megatron's config has moe_expert_rank_capacity_factor."""
         return self._of_rank.required
 
     def grow_ep_recv_capacity(self, new_capacity: int) -> None:
@@ -174,13 +173,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
         Returns:
             Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
-            moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
-            than once, and T counts it so. With drop-and-pad a choice of probability exactly 0 counts as padding: it
-            contributes nothing, and its probability gets no gradient.
+            moe_router_topk, but K * TP at most 32. A token with more than K experts is repeated, and T counts its
+            copies. With drop-and-pad a choice of probability exactly 0 is padding: it contributes nothing, and its
+            probability gets no gradient.
 
-        A routing_map of Megatron's own router, or under a CUDA graph, is not searched for a token with more than
-        moe_router_topk experts, for which the host would have to wait: there one is refused by the dispatch, as
-        topk_idx with ids that are none.
+        The host does not wait to search a routing_map of Megatron's own router, or under a CUDA graph, for tokens with
+        more than moe_router_topk experts. The dispatch then rejects such a token because of invalid ids.
 
         Raises:
             ValueError: routing_map or probs has another shape.
@@ -194,8 +192,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
             _require_shape("probs", probs, (self._num_tokens, width))
         if is_dense:
             if self.drop_and_pad:
-                # Megatron fills each expert up to its capacity with choices of probability 0: their place is kept free
-                # by expert_capacity at the receiver, and their rows need not travel.
+                # Megatron fills each expert up to its capacity with choices of probability 0. They are not sent,
+                # because expert_capacity reserves their rows at the receiver.
                 routing_map = routing_map & (probs != 0)
             topk_idx, weights = choices_of(routing_map, probs, self._max_experts(routing_map))
         else:
@@ -215,11 +213,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """Sends tokens [T, H] with weights [T, K * TP] to their experts; collective over the tp_ep group.
 
         Returns:
-            Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
-            them. With moe_expert_rank_capacity_factor R is fixed, and rows behind the last expert's are zeros, or
-            anything under no_grad. Where R or, with drop-and-pad, an expert's capacity is too small, probs are NaN
-            and `megatron_ep.raise_if_failed` raises EPOverflowError; they are not NaN if the factor is a field of
-            Megatron's own, whose trainer asks `check_over_budget`.
+            Rows [R, H] grouped by local expert and probs [R] in the router's dtype, ones if combine applies them. With
+            moe_expert_rank_capacity_factor R is fixed, and rows after the last expert's are zeros, or undefined under
+            no_grad. If R or, with drop-and-pad, an expert's capacity is too small, probs are NaN and
+            `megatron_ep.raise_if_failed` raises EPOverflowError. They are not NaN if Megatron's config has the factor,
+            because its trainer then calls `check_over_budget`.
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
@@ -232,11 +230,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         counts, row_probs = received.tokens_per_expert, received.probs
         if capacity is not None:
             row_probs = self._of_expert.admit(received)
-            if not counts_on_device(self.config):  # everybody knows them
+            if not counts_on_device(self.config):  # the host knows the counts: each expert has `capacity` rows
                 counts = torch.full((self.num_local_experts,), capacity, device="cpu")
         elif max_rows is not None:
             row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
-            # Gradients of weights, and quantization, look at all rows.
+            # Gradients of weights, and quantization, read all rows.
             if not received.x.requires_grad and (torch.is_grad_enabled() or self.config.fp8 or self.config.fp4):
                 clear_behind(received.x, counts)
         self._handle = received.handle
@@ -250,10 +248,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rows [R, H], int64 [L] rows of each local expert (padding included), probs [R].
+        """Returns rows [R, H], int64 [L] rows of each local expert (including padding), probs [R].
 
-        The rows are in place already. The counts are on the CPU, where experts read them, unless the host does not know
-        them.
+        The rows are unchanged. The counts are on the CPU, unless experts read them on the device or the host does not
+        know them.
         """
         tokens_per_expert = self._comm_manager.tokens_per_expert
         assert tokens_per_expert is not None, "token_dispatch comes first"
@@ -305,7 +303,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._is_unread = False
         as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
         most = self.options.moe_low_latency_max_tokens
-        if most is not None:  # made by the first step, which is in no CUDA graph
+        if most is not None:  # the first step makes the mode, because it is in no CUDA graph
             self._low_latency = shared_low_latency(buffer, x, self.topk_idx.shape[1], most)
             if capacity is not None and self._decodes(most):
                 clear = bool(self.config.fp8 or self.config.fp4)
@@ -316,7 +314,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self._layout is not None and self._layout.handle is not None and self._layout.handle.group is of_buffer:
             self._is_unread = self.may_skip_combine and self._layout.is_layers_own
             return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
-        if not is_traced:  # what to expect is what this layer had last time, not the one before it
+        if not is_traced:  # expects the counts of this layer's last dispatch, not of the previous layer's
             of_buffer.last_counts = self._last_counts
         received = ep.dispatch(
             x,
@@ -335,11 +333,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return received
 
     def _recognize_replay(self, weights: torch.Tensor) -> torch.Tensor:
-        """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All that decides is
-        the same on all ranks, as a rank that asked for counts would wait in vain for those that do not.
+        """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All ranks must
+        decide alike, because the exchange of counts needs all of them.
 
         Returns:
-            The weights; NaN where the router has not chosen as in the forward pass.
+            The weights, with NaN for choices that differ from those of the forward pass.
         """
         self._layout = None
         is_even = self.trusts_router and self.num_choices == self.config.moe_router_topk  # no token is split
@@ -354,9 +352,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _decodes(self, max_tokens: int) -> bool:
         """Returns whether this step uses the low-latency mode.
 
-        Ranks that differ would wait for each other in vain, so only conditions that are equal on all ranks of the group
-        decide: whether Megatron's inference pads the experts and the number of tokens of a step, which its own
-        all-to-all needs to be equal as well.
+        All ranks of the group must decide alike, so only conditions that are equal on all of them count: whether
+        Megatron's inference pads the experts, and the number of tokens of a step, which its own all-to-all also needs
+        to be equal.
         """
         return (
             self.drop_and_pad
@@ -374,17 +372,16 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _max_experts(self, routing_map: torch.Tensor) -> int:
         """Returns the largest number of experts of a token, at least moe_router_topk."""
         topk = self.config.moe_router_topk
-        if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph's shapes are fixed
+        if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph has fixed shapes
             return topk
         return max(topk, int(routing_map.sum(dim=1).amax()))  # the host waits
 
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Splits choices [T, more than K] into [T', K], one row for each K choices: K must be the same on all ranks.
+        """Splits choices [T, more than K] into [T', K], one row for each K choices, because all ranks need the same K.
 
-        Rows are taken from all possible ones, each at most once, because a GPU adds to the same place in no fixed
-        order.
+        Each row is later copied to its own place, because additions to the same place have no fixed order on a GPU.
         """
         self.rows_per_token = -(-topk_idx.shape[1] // self.num_choices)
         missing = self.rows_per_token * self.num_choices - topk_idx.shape[1]
@@ -405,10 +402,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
-        """Returns the rows of every local expert with drop-and-pad: what each rank may send it, times the ranks.
+        """Returns the rows of every local expert with drop-and-pad: the most that a rank may send it, times the ranks.
 
-        A rank without tokens makes room for as many as the others may have; if no rank has any, for one row per rank,
-        because a dispatch needs some.
+        A rank without tokens makes room for those of the others; if no rank has any, for one row per rank, because a
+        dispatch needs a capacity above 0.
         """
         num_tokens = self._num_tokens or self.options.moe_low_latency_max_tokens or 0
         capacity = get_capacity(
@@ -437,7 +434,7 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
 def _check_options(options: Options, config: TransformerConfig) -> None:
     for name, excluded in {
         "moe_expert_rank_capacity_factor": ("moe_pad_expert_input_to_capacity",),
-        # The overlap frees the rows that combine would keep for its backward pass.
+        # The overlap frees rows that combine would keep for its backward pass.
         "moe_apply_probs_on_combine": ("moe_apply_probs_on_input", "overlap_moe_expert_parallel_comm"),
     }.items():
         for other in excluded:
@@ -459,8 +456,8 @@ def counts_on_device(config: TransformerConfig) -> bool:
 
 
 def _expert_alignment(config: TransformerConfig) -> int:
-    """Returns the number to whose multiple the rows of an expert are padded: what the installed Megatron requires from
-    the dispatcher, or 1 if its experts pad themselves."""
+    """Returns the alignment of the rows of an expert that the installed Megatron requires from the dispatcher; 1 if its
+    experts pad rows themselves."""
     trusts = getattr(moe_utils, "skip_routed_expert_padding", None)  # absent from older versions
     if trusts is not None:
         trusted = trusts(config)

@@ -1,7 +1,7 @@
-"""Our dispatcher and Megatron's all-to-all dispatcher on the same tokens, forward and backward.
+"""Compares this dispatcher with Megatron's all-to-all dispatcher on the same tokens, forward and backward.
 
 These functions run on every rank of a gloo world (see `megatron_ep.tools.local_ranks`); `check` and the tests compare
-what they return. T tokens on this rank, H hidden, E experts, L local experts, R rows received.
+their results. T tokens on this rank, H hidden, E experts, L local experts, R rows received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _layout: tuple[int, int] | None = None
 
 
 def join_layout(tensor_parallel_size: int, expert_parallel_size: int) -> None:
-    """Makes Megatron's groups over the default group, its experts' tensor parallelism that of the rest. Idempotent."""
+    """Creates Megatron's groups over the default group. Experts have the same tensor parallelism as other layers.
+    Idempotent."""
     global _layout
     if _layout == (tensor_parallel_size, expert_parallel_size):
         return
@@ -47,7 +48,7 @@ def join_layout(tensor_parallel_size: int, expert_parallel_size: int) -> None:
 
 
 def _destroy_groups() -> None:
-    """`destroy_model_parallel` only forgets the groups, and each of gloo's has threads that go on polling."""
+    """Destroys Megatron's groups, because `destroy_model_parallel` leaves the polling threads of gloo's groups."""
     groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
     for group in groups:
@@ -55,10 +56,10 @@ def _destroy_groups() -> None:
 
 
 def make_config(**options: Any) -> TransformerConfig:
-    """A config of one small layer in the current layout; fp64 unless the options say otherwise.
+    """Returns the config of one small layer in the current layout, in fp64 by default.
 
     Args:
-        options: fields of TransformerConfig; they override the defaults.
+        options: fields of TransformerConfig that override the defaults.
     """
     assert _layout is not None, "join_layout comes first"
     tensor_parallel_size, expert_parallel_size = _layout
@@ -96,16 +97,15 @@ def compare_layers(
     router: Callable[..., TopKRouter] | None = None,
     padding: int = 0,
 ) -> dict[str, float]:
-    """A whole MoE layer, router included, with Megatron's all-to-all dispatcher and with ours.
+    """Runs a MoE layer, including its router, with Megatron's all-to-all dispatcher and with ours.
 
     Args:
-        tensor_parallel_size, expert_parallel_size: the layout; their product divides the world.
-        tokens: T of every rank, or of each.
-        seed: of weights and inputs.
+        tensor_parallel_size, expert_parallel_size: the layout; their product divides the world size.
+        tokens: T, one number for all ranks or one per rank.
+        seed: seed of weights and inputs.
         options: see `make_config`.
-        router: of our layer; None: Megatron's own.
-        padding: so many of a rank's tokens, its last, are declared to be padding, whose outputs are not compared, and
-            get no gradient.
+        router: router of our layer; None: Megatron's own.
+        padding: number of a rank's last tokens that are padding. Their outputs are not compared, and get no gradient.
 
     Returns:
         For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
@@ -137,7 +137,7 @@ def compare_layers(
 
 
 def make_dispatcher(implementation: str, config: TransformerConfig) -> MoETokenDispatcher:
-    """The dispatcher of one layer over the current layout's groups: implementation "ours" or "megatron_alltoall"."""
+    """Returns a layer's dispatcher over the groups of the current layout, "ours" or "megatron_alltoall"."""
     groups = get_default_pg_collection()
     num_local = config.num_moe_experts // groups.ep.size()
     local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
@@ -151,7 +151,7 @@ def run_dispatcher(
     probs: torch.Tensor,
     grad: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """The six steps of a dispatcher around experts that know their id and TP rank, and the way back.
+    """Runs the six steps of a dispatcher, with experts that depend on their id and TP rank, and the backward pass.
 
     Args:
         x: [T, H].

@@ -1,5 +1,5 @@
-"""Flags of Megatron's training scripts that concern the dispatcher: what is translated, has no effect, or is refused.
-All others are taken as they are; docs/megatron.md has the whole table.
+"""Flags of Megatron's training scripts that concern the dispatcher: translated, without effect, or refused. All other
+flags are unchanged; docs/megatron.md has the whole table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
-NUM_SMS = ("--moe-flex-dispatcher-num-sms", "--moe-hybridep-num-sms", "--moe-deepep-num-sms")  # the first wins
+NUM_SMS = ("--moe-flex-dispatcher-num-sms", "--moe-hybridep-num-sms", "--moe-deepep-num-sms")  # by precedence
 ROUTER_FUSION = "--moe-router-fusion"
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
 DEVICE_COUNTS = ("--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
@@ -36,7 +36,7 @@ VALUES_WITHOUT_EFFECT = {
 }
 MXFP8 = "mxfp8 rows are not supported, and others give other numbers"
 REFUSED_SWITCHES = {"--use-megatron-fsdp": "has never run with this dispatcher"}
-REFUSED_VALUES = {  # None: whatever the value
+REFUSED_VALUES = {  # None: every value is refused
     "--moe-megakernel-backend": (None, "its kernels compute the whole MoE layer, and no dispatcher would run"),
     "--moe-dispatch-fwd-dtype": ("mxfp8", MXFP8),
     "--moe-combine-bwd-dtype": ("mxfp8", MXFP8),
@@ -47,22 +47,22 @@ REFUSED_BY_FUSED_ROUTER = {
 }
 RESTART = "--inprocess-restart"
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
-SOFT_TIMEOUT_S = 60.0  # Megatron's own default
+SOFT_TIMEOUT_S = 60.0  # Megatron's default
 GROUP_TIMEOUT = "--distributed-timeout-minutes"
-GROUP_TIMEOUT_MIN = 10.0  # likewise
-# For one wait, which begins after the last sign of life and whose report takes a while.
+GROUP_TIMEOUT_MIN = 10.0  # Megatron's default
+# A wait gets only a share, because it begins after the last heartbeat, and its report takes time.
 SHARE_OF_SOFT_TIMEOUT = 0.75
 
 
 @dataclass
 class Translation:
-    """A training script's flags in this project's terms.
+    """The translation of a training script's flags.
 
-    arguments: of the script, with what Megatron must be told about the dispatcher, and without what is refused.
-    num_sms: what the script's flags say about Config.num_sms; None: nothing, or the user's own setting wins.
+    arguments: arguments of the script, with those that declare the dispatcher to Megatron, and without refused ones.
+    num_sms: Config.num_sms by the script's flags; None: they do not set it, or the user does.
     fused_router: whether this project's router can run.
     notes: a line for each flag that is translated or has no effect.
-    refusals: a line for each flag that would change a number or a promise.
+    refusals: a line for each flag that would change results or guarantees.
     """
 
     arguments: list[str]
@@ -73,15 +73,15 @@ class Translation:
 
 
 def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: int | None = None) -> Translation:
-    """The arguments of a training script as this dispatcher takes them.
+    """Translates the arguments of a training script for this dispatcher.
 
-    Megatron is told "alltoall", or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
-    capacity: by this it decides what to validate and which rows it may free early.
+    Declares "alltoall" to Megatron, or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
+    capacity. Megatron validates settings and frees rows accordingly.
 
     Args:
-        arguments: of the script, without its name.
+        arguments: arguments of the script, without its name.
         fused_router: whether this project's router replaces Megatron's.
-        num_sms: the user's own Config.num_sms.
+        num_sms: Config.num_sms as set by the user.
 
     Raises:
         ValueError: a flag has no value.
@@ -162,7 +162,7 @@ def _take_num_sms(result: Translation, flag: str, text: str, own: int | None) ->
 def _parsed(
     arguments: Sequence[str], switches: Sequence[str] = (), values: Sequence[str] = (), lists: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """What these flags are among the arguments (False or None where absent), and the other arguments."""
+    """Returns the values of these flags (False or None if absent), and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in switches:
         parser.add_argument(flag, dest=flag, action="store_true")
@@ -178,24 +178,24 @@ def _parsed(
 
 
 def has_restarter(arguments: Sequence[str]) -> bool:
-    """Whether a training script with these arguments restarts in its processes (nvidia-resiliency-ext)."""
+    """Returns whether a training script with these arguments restarts in its processes (nvidia-resiliency-ext)."""
     return RESTART in arguments
 
 
 def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | None:
-    """Config.timeout for a training script with these arguments.
+    """Returns Config.timeout for a training script with these arguments.
 
-    The in-process restarter takes a process that runs no Python for its soft timeout for hung, and one that waits for
-    another rank on the host runs none. So that the report of who was missing comes first, the default becomes
-    three quarters of the soft timeout if that is less.
+    The in-process restarter restarts a process that runs no Python for its soft timeout, such as one that waits for
+    another rank on the host. The default is at most three quarters of the soft timeout, so that the error that names
+    the missing rank comes first.
 
     Args:
-        arguments: of the script, without its name.
-        timeout: what the user wants, in seconds; None: MEGATRON_EP_TIMEOUT, or the limit of torch's own collectives.
+        arguments: arguments of the script, without its name.
+        timeout: the user's timeout in seconds; None: MEGATRON_EP_TIMEOUT, or the limit of torch's own collectives.
 
     Raises:
-        ValueError: the user's own is not below the soft timeout: a rank that keeps the others waiting as long as he
-            allows, for a save say, would be restarted; or it is no number of seconds.
+        ValueError: the user's timeout is invalid, or not below the soft timeout: ranks that wait as long as it allows,
+            for example during a save, would be restarted.
     """
     seconds = Config(num_experts=1, timeout=timeout).timeout_seconds
     if not has_restarter(arguments):

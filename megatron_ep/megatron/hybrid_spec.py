@@ -1,5 +1,5 @@
-"""`--spec megatron_ep.megatron.hybrid_spec hybrid`: Megatron's hybrid stack (Mamba, attention, MLP and MoE layers), its
-MoE layers with our dispatcher. It needs what the stack itself needs: Transformer Engine and Triton."""
+"""`--spec megatron_ep.megatron.hybrid_spec hybrid`: Megatron's hybrid stack (Mamba, attention, MLP and MoE layers),
+with our dispatcher in its MoE layers. Requires Transformer Engine and Triton, as the stack does."""
 
 from __future__ import annotations
 

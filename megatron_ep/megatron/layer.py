@@ -26,8 +26,8 @@ from megatron_ep.megatron import routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.router import EPTopKRouter
 
-# Before 0.19 experts that are not divided among ranks count for Megatron as other parameters do, whatever their tensor
-# parallelism.
+# Before 0.19 Megatron treats experts that are not divided among ranks like other parameters, even if their tensor
+# parallelism differs.
 AVERAGES_WRONGLY = Version(megatron_version).release < (0, 19)
 
 Spec = TypeVar("Spec")
@@ -36,12 +36,11 @@ Spec = TypeVar("Spec")
 class EPMoELayer(MoELayer):
     """Megatron's MoE layer, whose tokens are moved by `EPTokenDispatcher`.
 
-    The dispatcher type that the config declares keeps its meaning for the rest of Megatron (what it validates and frees
-    early), but none of Megatron's own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the
-    backend "hybridep".
+    The dispatcher type of the config still determines what Megatron validates and frees early, but none of Megatron's
+    own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the backend "hybridep".
 
     Args:
-        config, submodules, layer_number: as Megatron's layer.
+        config, submodules, layer_number: see Megatron's layer.
         pg_collection: process groups; None takes Megatron's global ones.
         options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer, name).
     """
@@ -69,14 +68,14 @@ def initialize(
     """Runs Megatron's own constructor of a MoE layer, then replaces its dispatcher with `EPTokenDispatcher`.
 
     Args:
-        layer: not yet initialised.
+        layer: the layer, not yet initialised.
         base: `MoELayer.__init__`, bound to it.
-        config, submodules, layer_number, pg_collection, options: as for `EPMoELayer`.
+        config, submodules, layer_number, pg_collection, options: see `EPMoELayer`.
 
     Raises:
-        ValueError: as the dispatcher; or the experts do not divide among the ranks; or their gradients would be wrong
-            with this version of Megatron-Core, or with overlap_dispatch_backward_with_experts_wgrad; or
-            moe_expert_rank_capacity_factor is set and the experts take their counts from the host.
+        ValueError: see `EPTokenDispatcher`; or the experts do not divide among the ranks; or their gradients would be
+            wrong with this version of Megatron-Core, or with overlap_dispatch_backward_with_experts_wgrad; or
+            moe_expert_rank_capacity_factor is set and the experts read their counts on the host.
     """
     if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
         raise ValueError(
@@ -98,7 +97,7 @@ def initialize(
             f"num_moe_experts is {config.num_moe_experts}, must be a multiple of the {ranks} ranks among which they "
             "are divided (expert_model_parallel_size)"
         )
-    # The base class builds one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
+    # The base class creates one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
     declared = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = "allgather"
     try:
@@ -112,9 +111,9 @@ def initialize(
     layer.token_dispatcher = EPTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=pg_collection
     )
-    # Their choices have at most moe_router_topk experts; what others make is measured.
+    # These routers choose at most moe_router_topk experts for a token. Choices of other routers are measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
-    # A projection behind combine needs its input for its weights, and of other layers it is not known.
+    # A projection after combine needs its input for the gradient of its weights, and other layers may have one.
     is_known = type(layer) in (MoELayer, EPMoELayer)
     layer.token_dispatcher.may_skip_combine = is_known and not getattr(config, "moe_latent_size", None)
     factor = layer.token_dispatcher.options.moe_expert_rank_capacity_factor
@@ -134,7 +133,7 @@ def initialize(
 
 
 def _refuse_megatron_fsdp(layer: MoELayer, _: Any) -> None:
-    """Raises ValueError where Megatron-FSDP, which wraps a model once it is built, has taken the layer's parameters."""
+    """Raises ValueError if Megatron-FSDP, which wraps a model after it is built, manages the layer's parameters."""
     marks = ("__fsdp_param__", "_mfsdp_parameter_group")
     if any(hasattr(parameter, mark) for parameter in layer.router.parameters() for mark in marks):
         raise ValueError(
@@ -149,7 +148,7 @@ def _needs_host_counts(experts: torch.nn.Module, config: TransformerConfig) -> b
     if not isinstance(experts, tuple(kind for kind in kinds if kind is not None)):
         return False
     if isinstance(experts, megatron_experts.SequentialMLP):
-        return experts.num_local_experts > 1  # a single one takes all rows
+        return experts.num_local_experts > 1  # a single expert takes all rows
     return not counts_on_device(config)
 
 
@@ -166,7 +165,7 @@ def ep_layer_spec(
             own spec, as Megatron's `get_gpt_*_spec` functions return them.
         pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
             version passes a model's groups to no layer class but its own.
-        router: builder of the layers' routers, as `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
+        router: builder of the layers' routers, e.g. `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
         required: whether a spec without a `MoELayer` is an error; otherwise it is returned unchanged.
 
     Raises:
@@ -196,9 +195,9 @@ def ep_layer_spec(
 def replaced(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
     """Returns a copy of a spec with some nodes replaced, at any depth; `spec` itself if there is nothing to replace.
 
-    Only the path to a replaced node is copied: the rest stays the same object, and shared nodes stay shared.
+    Only the path to a replaced node is copied: other nodes are the same objects, and shared nodes stay shared.
 
-    replace: returns the replacement of a node, or None to keep it and look into it.
+    replace: returns the replacement of a node, or None to keep the node and visit its children.
     """
     done: dict[int, Any] = {}
 
@@ -222,7 +221,7 @@ def _rebuild(node: Any, copy_child: Callable[[Any], Any]) -> Any:
         items = [copy_child(value) for value in node]
         if all(map(operator.is_, items, node)):
             return node
-        return node._make(items) if hasattr(node, "_make") else type(node)(items)  # a named tuple takes them one by one
+        return node._make(items) if hasattr(node, "_make") else type(node)(items)  # a named tuple needs separate items
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         children = {f.name: copy_child(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         changed = {name: child for name, child in children.items() if child is not getattr(node, name)}

@@ -1,6 +1,6 @@
-"""Options of a model's dispatchers. Their names are those of Megatron's TransformerConfig, in its newest version, or
-follow its style. A recipe's section `dispatcher`, the `--ep-` flags of `megatron_ep.pretrain` and `configure`
-set them; a config that has a field of that name sets it too."""
+"""Options of a model's dispatchers. They have the names of Megatron's newest TransformerConfig, or follow its style. A
+recipe's section `dispatcher`, the `--ep-` flags of `megatron_ep.pretrain` and `configure` set them; a config that has a
+field of that name sets it too."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, is_number, require_int
 
 @dataclass(frozen=True)
 class Options:
-    """T tokens on this rank, K choices of a token, TP ranks that share an expert.
+    """Options of dispatchers. T tokens on this rank, K choices per token, TP ranks that share an expert.
 
-    moe_expert_rank_capacity_factor: F. A rank makes room for int(T * K * TP * F) rows, rounded up to what experts are
-        padded to, and the host waits for no counts: 1 is what every rank would get if the load were even. The experts
-        must read tokens_per_expert on the device. None: as many rows as come, for whose number the host waits once.
-    moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts are given ones.
+    moe_expert_rank_capacity_factor: F. A rank has room for int(T * K * TP * F) rows, rounded up to the alignment of
+        experts, and the host does not wait for counts. A perfectly balanced load needs F = 1. The experts must read
+        tokens_per_expert on the device. None: room for all rows that arrive; the host waits for their number.
+    moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts receive ones.
         Saves their pass over the rows, and keeps the rows for the backward pass.
     moe_low_latency_max_tokens: steps with at most this many tokens per rank use the low-latency mode if Megatron's
-        inference pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). All other steps use the normal
-        mode. None: every step does.
-    moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 travel to the experts as e4m3 with one scale per 128
-        elements and arrive in their own dtype; gradients travel unchanged. None: rows travel unchanged.
+        inference pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). All other steps, and with None
+        all steps, use the normal mode.
+    moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 are sent to the experts as e4m3 with one scale per 128
+        elements, and arrive in their own dtype; gradients are sent unchanged. None: rows are sent unchanged.
 
     Raises ValueError for a value out of range.
     """
@@ -53,12 +53,12 @@ def merged(options: Options, config: Any) -> Options:
     """Returns the options merged with the fields of a TransformerConfig that have the same names.
 
     Raises:
-        ValueError: they contradict each other, or the config's value is not supported.
+        ValueError: options and config contradict each other, or the config's value is not supported.
     """
     chosen = {}
     for name in NAMES:
         ours, theirs = getattr(options, name), getattr(config, name, None)
-        if theirs is None or theirs is False or theirs == "bf16":  # Megatron's words for: nothing was asked for
+        if theirs is None or theirs is False or theirs == "bf16":  # Megatron's defaults
             chosen[name] = ours
         elif ours is None or ours is False or ours == theirs:
             chosen[name] = theirs

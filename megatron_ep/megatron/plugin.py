@@ -1,9 +1,8 @@
 """Opt-in plugin: every MoE layer that Megatron builds in this process uses `EPTokenDispatcher`.
 
-Use it with frameworks whose layer specs you do not want to change. `enable` replaces `MoELayer.__init__`, which decoder
-layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common, and what keeps results,
-so that it looks for failed calls before (`agreement`); `disable` puts everything back. Layers keep their class, names
-and parameters, so checkpoints stay the same.
+Use it with frameworks whose layer specs you do not want to change. `enable` replaces `MoELayer.__init__`, which all
+layers of all pipeline stages have in common, and makes steps and checkpoints check for failed calls (`agreement`);
+`disable` restores everything. Layers keep their class, names and parameters, so that checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
     """Makes every `MoELayer` built in this process from now on move its tokens with `EPTokenDispatcher`.
 
     No step and no checkpoint of Megatron then keeps results of a failed call: it raises an EPError instead
-    (`agreement`). At the first step a line (logger megatron_ep.megatron.announce, level INFO; `announce.show` prints
-    it) says how many layers dispatch, and over which groups. Call `enable` before the model is built;
+    (`agreement`). The first step logs the number of layers that dispatch, and their groups (logger
+    megatron_ep.megatron.announce, level INFO; `announce.show` prints it). Call `enable` before the model is built;
     `megatron_ep.megatron.dispatcher.configure` sets the settings of buffers. Declare the dispatcher type "alltoall";
     with 1F1B overlap "flex" with the backend "hybridep".
 
     Args:
-        router: builder of the layers' routers in place of Megatron's `TopKRouter`, as
-            `megatron_ep.megatron.router.fused_router`, also of an `EPMoELayer`'s; other routers, and with None all,
-            stay.
+        router: builder that replaces Megatron's `TopKRouter` in these layers and in `EPMoELayer`s, e.g.
+            `megatron_ep.megatron.router.fused_router`. Routers of other classes are kept; with None all are.
 
     Raises:
         RuntimeError: already enabled.
@@ -58,7 +56,7 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
         base = functools.partial(original, layer)
         if router is not None and submodules is not None and submodules.router is TopKRouter:
             submodules = dataclasses.replace(submodules, router=router)
-        if isinstance(layer, EPMoELayer):  # from a spec; it puts our dispatcher there by itself
+        if isinstance(layer, EPMoELayer):  # a layer of a spec creates its own EPTokenDispatcher
             base(config, submodules, layer_number, pg_collection, **options)
             return
         initialize(layer, base, config, submodules, layer_number, pg_collection, **options)

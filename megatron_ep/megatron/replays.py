@@ -1,8 +1,8 @@
-"""Recompute of activations: a layer's backward pass begins with a replay of its forward pass. What that has found out,
-the replay need not ask for again; and if Megatron replays the layer alone, nobody reads what it would combine.
+"""Recompute of activations: a layer's backward pass begins with a replay of its forward pass. The replay reuses the
+layout of the forward pass; and if only the layer is replayed, its combine is skipped, because the result is not used.
 
-A replay is known by the checkpoint that has it run: a `torch.autograd.Function` of Megatron's, Transformer Engine's or
-torch's own, whose ctx is the same in the forward and the backward pass and lives as long as a replay may come.
+A replay is identified by its checkpoint: a `torch.autograd.Function` of Megatron, Transformer Engine or torch, whose
+ctx is the same in the forward and the backward pass, and lives as long as a replay may come.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_ep.normal.autograd import CombineFunction, WeightedCombineFunction
 class Layout:
     """Layout of a forward pass that may be replayed.
 
-    topk_idx: int64 [T, K * TP]. handle: once the pass has dispatched. is_layers_own: whether the checkpoint is that of
-        the layer, which returns what is combined, not one around it.
+    topk_idx: int64 [T, K * TP]. handle: None until the pass has dispatched. is_layers_own: whether the checkpoint is
+        that of the layer, whose output is the combined tokens, not one of more layers.
     """
 
     topk_idx: torch.Tensor
@@ -39,7 +39,7 @@ class Replays:
         self._layouts: WeakKeyDictionary[FunctionCtx, list[Layout]] = WeakKeyDictionary()
 
     def layout(self, topk_idx: torch.Tensor) -> Layout | None:
-        """Returns in a checkpoint's forward pass a layout to be filled in, in the replay the same one, elsewhere None.
+        """Returns a new layout in a checkpoint's forward pass, the same one in its replay, and None elsewhere.
 
         A checkpoint that calls the layer more than once replays these calls in the same order.
         """
@@ -62,7 +62,7 @@ class Replays:
 
 
 def unread_combine(x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | None) -> torch.Tensor:
-    """As `megatron_ep.combine`, whose backward pass it has, without the sums: [T, H] of zeros."""
+    """Returns zeros [T, H] with the backward pass of `megatron_ep.combine`."""
 
     def nothing(rows: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor]:
         return (rows.new_zeros(()).expand(handle.ranks[0].num_tokens, rows.shape[1]),)

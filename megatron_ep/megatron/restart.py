@@ -42,7 +42,7 @@ REASON = "the job restarts in its processes"
 
 
 class AbortEP(Abort):
-    """Ends the waits of all buffers of this process, on this rank and on those in reach; waits for nothing itself.
+    """Ends the waits of all buffers of this process, on this rank and on reachable ranks, without waiting.
 
     `inprocess.Compose` runs from right to left. AbortEP comes first, so it is listed last, after AbortTorchDistributed:
     Compose(AbortTransformerEngine(), AbortTorchDistributed(), ..., AbortEP()). In the other order the main thread

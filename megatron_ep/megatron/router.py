@@ -1,7 +1,7 @@
 """Megatron's top-k router on the fused gate of `megatron_ep.router.api`.
 
-T tokens on this rank, E experts, K choices of a token. Chooses as Megatron's router does wherever rounding does not
-decide; `megatron_ep.router.api` says how near a tie must be for that.
+T tokens on this rank, E experts, K choices per token. Makes the same choices as Megatron's router except near ties,
+see `megatron_ep.router.api`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_ep.router.api import SCORE_FUNCTIONS, Routing, grouped_topk
 
 __all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
 
-# Until 0.17 Megatron rounds scores to the logits' dtype before it chooses, from 0.18 on the weights behind it.
+# Megatron rounds to the logits' dtype: up to 0.17 the scores before the choice, from 0.18 on the weights after it.
 ROUNDS_SCORES = Version(megatron_version) < Version("0.18")
 BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -37,20 +37,20 @@ class EPTopKRouter(TopKRouter):
     Kernels of this library compute the gate, the scores for the auxiliary losses and their gradients; the rest is the
     base class's code: input jitter, gating, z-loss, auxiliary losses, the counts behind the expert bias, replay.
 
-    With 16-bit logits (a bf16 model without moe_router_dtype) the results are rounded where the installed Megatron
-    rounds: from 0.18 on the weights. Until 0.17 the scores before the choice, by which so many become equal that the
-    order in which torch.topk finds them decides: there Megatron's own function is the gate, with its bits and its time.
-    moe_router_dtype "fp32" has neither.
+    With 16-bit logits (a bf16 model without moe_router_dtype) results are rounded where the installed Megatron rounds:
+    from 0.18 on, the weights. Up to 0.17 the scores before the choice, which makes so many equal that the order of
+    torch.topk decides. Megatron's own function is then the gate, with its results and its speed. moe_router_dtype
+    "fp32" avoids both.
 
     Args:
-        config, pg_collection: as for `TopKRouter`.
-        sparse: return what a dispatcher sends instead of Megatron's dense interface, see `routing`.
+        config, pg_collection: see `TopKRouter`.
+        sparse: return ids and weights for the dispatcher instead of Megatron's dense interface, see `routing`.
         options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer).
 
     Raises:
-        ValueError: the config asks for what this router cannot do: sinkhorn or quantile balancing, a score function but
-            sigmoid and softmax, Transformer Engine's fused router, more than 32 experts for a token; or sparse together
-            with capacity-limited experts, whose choice is not K experts for each token.
+        ValueError: the config asks for an unsupported setting: sinkhorn or quantile balancing, a score function other
+            than sigmoid and softmax, Transformer Engine's fused router, more than 32 experts for a token; or sparse
+            together with capacity-limited experts, whose choice is not K experts for each token.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class EPTopKRouter(TopKRouter):
 
         Args:
             logits: [S, B, E], T = S * B.
-            padding_mask: bool [S, B], True for padding, which gets no expert here: it is not sent, comes back as zeros,
-                and is left out of losses and counts.
+            padding_mask: bool [S, B], True for padding, which gets no expert: it is not sent, its output is zeros, and
+                losses and counts exclude it.
 
         Returns:
-            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] in that dtype
-            and int64 expert ids [T, K]. The auxiliary losses hang on the first. Dense while the config has an expert
-            capacity, which Megatron's inference code gives it for the time of decoding.
+            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, if sparse, weights [T, K] in that dtype
+            and int64 expert ids [T, K]. The auxiliary losses are attached to the first. Dense also while the config has
+            an expert capacity, which Megatron's inference sets during decoding.
         """
         sparse = self.sparse and self.config.moe_expert_capacity_factor is None
         seq_length, batch_size = logits.shape[:2]
@@ -104,7 +104,7 @@ class EPTopKRouter(TopKRouter):
             )
         if balances:
             weights = self._apply_balancing(weights, routing, padding_mask, seq_length, batch_size)
-        if self.enable_expert_bias and torch.is_grad_enabled():  # which Megatron updates by what is dispatched
+        if self.enable_expert_bias and torch.is_grad_enabled():  # Megatron updates the bias by these counts
             is_limited = self.config.moe_expert_capacity_factor is not None
             self.local_tokens_per_expert += chosen.sum(dim=0) if is_limited else routing.tokens_per_expert
         return weights, chosen
@@ -114,7 +114,7 @@ class EPTopKRouter(TopKRouter):
         options: dict[str, Any] = dict(
             score_function=self.score_function,
             expert_bias=self.expert_bias,
-            # Megatron takes a factor of 0 for none.
+            # For Megatron a factor of 0 means no factor.
             scaling_factor=config.moe_router_topk_scaling_factor or None,
             pre_softmax=config.moe_router_pre_softmax and self.score_function == "softmax",
         )
@@ -130,7 +130,7 @@ class EPTopKRouter(TopKRouter):
     def _choose_as_megatron(
         self, logits: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any], aux: bool
     ) -> Routing:
-        """options: of `grouped_topk`."""
+        """Chooses by Megatron's own function. options: arguments of `grouped_topk`."""
         renamed = dict(options, use_pre_softmax=options["pre_softmax"], router_replay=self.router_replay)
         del renamed["pre_softmax"]
         probs, routing_map = topk_routing_with_score_function(logits, self.topk, **renamed)
@@ -146,7 +146,7 @@ class EPTopKRouter(TopKRouter):
         return Routing(ids, weights, routing_map.sum(dim=0), probs, routing_map, aux_scores, aux_map)
 
     def _replay_ids(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """Recorded ids [T, K], or ours, which are recorded if that is wanted."""
+        """Returns recorded ids [T, K]; otherwise this router's ids, which are recorded if that is enabled."""
 
         def choose(logits: torch.Tensor, topk: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             routing = grouped_topk(logits, topk, **options)
@@ -163,7 +163,7 @@ class EPTopKRouter(TopKRouter):
         seq_length: int,
         batch_size: int,
     ) -> torch.Tensor:
-        """Hangs Megatron's auxiliary losses on the weights; their scores and map leave padding out."""
+        """Attaches Megatron's auxiliary losses to the weights. Their scores and map exclude padding."""
         scores, chosen = routing.aux_scores, routing.aux_map
         assert scores is not None and chosen is not None
         padded = padding_mask is not None
@@ -175,7 +175,7 @@ class EPTopKRouter(TopKRouter):
 def fused_router(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **options: Any
 ) -> EPTopKRouter:
-    """Builds the router of an `EPMoELayer`, for its MoESubmodules: passes its choices straight to the dispatcher.
+    """Builds the router of an `EPMoELayer`, for its MoESubmodules, which passes ids directly to the dispatcher.
 
     It is dense only if experts have a limited capacity, because Megatron drops tokens in the dense map.
     """
@@ -196,7 +196,7 @@ def _check(config: TransformerConfig, sparse: bool) -> None:
     if topk > min(MAX_TOPK, experts):
         raise ValueError(f"moe_router_topk is {topk}, must be at most {min(MAX_TOPK, experts)}")
     if group_topk:
-        groups = config.moe_router_num_groups  # Megatron's config has seen to it that they divide the experts
+        groups = config.moe_router_num_groups  # Megatron's config has checked that they divide the experts
         if group_topk > groups or topk % group_topk:
             raise ValueError(
                 f"moe_router_group_topk is {group_topk}, must divide moe_router_topk {topk} and be at most the "

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import agreement, shared_buffers, trace_file
 
-MAX_PASSES = 1 << 16  # of a step; more mean that nobody tells where a step ends
+MAX_PASSES = 1 << 16  # passes of a step; more mean that `end_step` is not called
 
 _recorder: _Recorder | None = None
 
@@ -31,11 +31,11 @@ def enable(directory: str | os.PathLike[str]) -> None:
     """Records layers built in this process from now on, in a file of this rank in the directory, which is created if
     necessary. Every rank calls it. An existing file is continued.
 
-    Steps end with those of Megatron's optimizers if `megatron_ep.megatron.plugin` is enabled; otherwise call `end_step`
+    A step of Megatron's optimizers ends a step if `megatron_ep.megatron.plugin` is enabled; otherwise call `end_step`
     after each.
 
     Raises:
-        ValueError: the path is no directory, or cannot be written.
+        ValueError: the path is not a directory, or cannot be written.
         RuntimeError: already enabled.
     """
     global _recorder
@@ -56,10 +56,12 @@ def follow(layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup,
     """Records a layer that has been built, if `enable` has been called.
 
     Args:
-        group: over which it exchanges tokens. expert_ranks: of these, so many have different experts.
+        group: the group over which it exchanges tokens.
+        expert_ranks: number of its ranks that have different experts.
 
     Raises:
-        ValueError: a CUDA graph is to repeat the layer, which no Python sees; or another layer has other experts.
+        ValueError: the layer runs in a CUDA graph, whose replays cannot be recorded; or another layer has another
+            number of experts or other ranks.
     """
     if _recorder is not None:
         _recorder.follow(layer, config, group, expert_ranks)
@@ -69,15 +71,14 @@ def end_step(number: int | None = None) -> None:
     """Ends a step: the passes since the last call belong to it.
 
     Args:
-        number: the step's number, from 1. None: in Megatron-LM's scripts the iteration, elsewhere one more than the
-            last.
+        number: the step's number, from 1. None: the iteration of Megatron-LM's script, otherwise the last plus one.
     """
     if _recorder is not None:
         _recorder.end_step(number)
 
 
 def disable() -> None:
-    """Writes what is left and stops recording. Idempotent."""
+    """Writes the remaining passes and stops recording. Idempotent."""
     global _recorder
     if _recorder is not None:
         agreement.before_step = None
@@ -87,7 +88,7 @@ def disable() -> None:
 
 @dataclass
 class _Step:
-    """A step's passes: layer and micro-batch, and counts [passes, E] that are on their way to the host."""
+    """A step's passes: layers and micro-batches, and counts [passes, E] that are being copied to the host."""
 
     number: int
     keys: list[tuple[int, int]]
@@ -96,7 +97,7 @@ class _Step:
 
     def records(self) -> np.ndarray[Any, Any]:
         if self.arrived is not None:
-            self.arrived.synchronize()  # a step later it has long been there
+            self.arrived.synchronize()  # does not wait in practice, because the copy began a step ago
         records = np.zeros(len(self.keys), trace_file.record_type(self.counts.shape[1]))
         records["step"] = self.number
         records["layer"], records["micro_batch"] = np.array(self.keys).T
@@ -107,11 +108,11 @@ class _Step:
 @dataclass
 class _Recorder:
     directory: Path
-    step: int = 0  # the last one
+    step: int = 0  # number of the last step
     handles: list[Any] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)  # of layers, by the id of their routers
-    passes: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # of this step
-    micro_batches: dict[int, int] = field(default_factory=dict)  # of this step, by layer
+    numbers: dict[int, int] = field(default_factory=dict)  # numbers of layers, by id of their routers
+    passes: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # passes of this step
+    micro_batches: dict[int, int] = field(default_factory=dict)  # last micro-batch of this step, by layer
     on_their_way: _Step | None = None
     of_job: tuple[dist.ProcessGroup, int, TransformerConfig] | None = None
     file: Any = None
@@ -125,15 +126,15 @@ class _Recorder:
             if _shape(other) != _shape(config) or _ranks(before) != _ranks(group):
                 raise ValueError("trace: layers differ in their experts or in their ranks, must have the same")
         self.of_job = (group, expert_ranks, config)
-        # Where a model is built again, what a failed step has left does not count.
+        # A model that is built again must not count passes of a failed step.
         self.passes.clear()
         self.micro_batches.clear()
         self.numbers.clear()
         self.handles.append(layer.router.register_forward_hook(self._saw))
 
     def _saw(self, router: torch.nn.Module, _: Any, chosen: Any) -> None:
-        """After a router's forward pass: chosen are weights and a bool map [T, E], or the ids [T, K] of experts."""
-        # Inside of a backward pass a forward pass recomputes.
+        """Counts a router's forward pass. chosen: weights, and a bool map [T, E] or ids [T, K]."""
+        # A forward pass within a backward pass is a recomputation.
         if not router.training or torch._C._current_graph_task_id() != -1:
             return
         layer = self._number(router)
@@ -144,8 +145,8 @@ class _Recorder:
         self.passes.append((layer, micro_batch, counts_of(chosen[1], self.of_job[2].num_moe_experts)))
 
     def _number(self, router: Any) -> int:
-        """The layer's, from 1 on in the whole model. Those of multi-token prediction, which Megatron counts anew, come
-        behind the others."""
+        """Returns the number of the layer in the whole model, from 1. Layers of multi-token prediction, which Megatron
+        numbers separately, come after the others."""
         if id(router) not in self.numbers:
             number, taken = router.layer_number or 1, set(self.numbers.values())
             while number in taken or (number <= router.config.num_layers and getattr(router, "is_mtp_layer", False)):
@@ -163,7 +164,7 @@ class _Recorder:
             if self.file is None:
                 self.file = self._open()
             if counts.is_cuda:
-                for *_, own in passes:  # with 1F1B overlap of another stream
+                for *_, own in passes:  # with 1F1B overlap another stream made them
                     own.record_stream(torch.cuda.current_stream(counts.device))
                 on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = on_host.copy_(counts, non_blocking=True)
@@ -198,7 +199,7 @@ class _Recorder:
             there, length = trace_file.read_header(path)
             if there != header:
                 raise ValueError(f"trace {path}: is of another run; choose another directory")
-            whole = trace_file.record_type(header.num_experts).itemsize  # its writer may have been killed
+            whole = trace_file.record_type(header.num_experts).itemsize  # a killed writer may leave part of a record
             size = path.stat().st_size
             os.truncate(path, size - (size - length) % whole)
             return open(path, "ab")
@@ -215,8 +216,8 @@ class _Recorder:
 
 
 def counts_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32 [E] on the device: tokens of each expert, of a bool map [T, E] or of ids [T, K], -1 for none. The host
-    waits for nothing, as it would in torch.bincount."""
+    """Returns the tokens of each expert, int32 [E] on the device, for a bool map [T, E] or ids [T, K], -1 for none.
+    Unlike torch.bincount it does not make the host wait."""
     if chosen.dtype == torch.bool:
         return chosen.sum(dim=0, dtype=torch.int32)
     ids = chosen.detach().reshape(-1) + 1
@@ -233,7 +234,7 @@ def _shape(config: TransformerConfig) -> tuple[int | None, int]:
 
 
 def _iteration(step: int) -> int:
-    """The step that a script of Megatron-LM's is in; step elsewhere."""
+    """Returns the current iteration of Megatron-LM's script; `step` in other programs."""
     variables = sys.modules.get("megatron.training.global_vars")
     arguments = None if variables is None else vars(variables).get("_GLOBAL_ARGS")
     done = getattr(arguments, "curr_iteration", None)

@@ -1,6 +1,6 @@
 """One `megatron_ep.Buffer` for all layers that exchange tokens over the same process group.
 
-A model has many MoE layers and they dispatch one after the other, so they share the rings and the symmetric heap.
+The MoE layers of a model dispatch in sequence, so that they can share the rings and the symmetric heap.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
     Every rank calls it with the same arguments. Arguments that are not given return to their defaults.
 
     Args:
-        topology: how the ranks of one group form nodes. None: as MEGATRON_EP_RANKS_PER_NODE says, or the ranks of a
-            host (or of an NVLink domain of several hosts) form a node.
+        topology: how the ranks of one group form nodes. None: by MEGATRON_EP_RANKS_PER_NODE, or the ranks of a host (or
+            of an NVLink domain of several hosts) form a node.
         settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, and of
             `options.Options`.
 
@@ -59,7 +59,7 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
             "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
         )
     chosen = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
-    Config(1, **settings)  # refuses what the first layer's buffer would refuse
+    Config(1, **settings)  # raises the errors that the first layer's buffer would raise
     _options = chosen
     _topology, _config = topology, settings
 
@@ -68,17 +68,17 @@ def options_for(config: Any) -> options.Options:
     """Returns the options of a layer with this TransformerConfig: those of `configure` and of the config's own fields.
 
     Raises:
-        ValueError: as `options.merged`.
+        ValueError: see `options.merged`.
     """
     return options.merged(_options, config)
 
 
 def expect(group: dist.ProcessGroup) -> None:
-    """Notes that a layer of this process will exchange tokens over the group: if the process ends before the first
-    buffer is made, or fails inside `abort_peers_on_error`, ranks that are setting the buffer up hear of it."""
+    """Records that a layer of this process will exchange tokens over the group. If the process ends before the first
+    buffer is created, or fails inside `abort_peers_on_error`, the set-up of the buffer fails on the other ranks."""
     if group not in _expected and is_known(group) is not None:
         _expected.add(group)
-        with contextlib.suppress(RuntimeError):  # of a store that does not answer: the set-up will raise it
+        with contextlib.suppress(RuntimeError):  # if the store does not answer, the set-up raises
             place_of(group).tell()
 
 
@@ -94,12 +94,12 @@ def shared_buffer(
         settings: settings of the `Config` of a new buffer; those of `configure` take precedence.
 
     Raises:
-        ValueError: as `megatron_ep.Buffer`.
+        ValueError: see `megatron_ep.Buffer`.
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
         config = Config(num_experts, **{**(settings or {}), **_config})
-        with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
+        with torch.inference_mode(False):  # the buffer outlives inference mode
             ranks = group_of(group, config, _topology, device, f"{StoreRendezvous.of_what} in the first MoE layer")
             buffer = buffer_of(ranks)
         _buffers[group, num_experts, device] = buffer
@@ -112,7 +112,7 @@ def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens
     The first call creates it and is therefore collective.
 
     Raises:
-        ValueError, EPError: as `megatron_ep.LowLatency`.
+        ValueError, EPError: see `megatron_ep.LowLatency`.
     """
     hidden, dtype = x.shape[1], x.dtype
     key = (buffer, topk, hidden, dtype, max_tokens)
@@ -137,7 +137,7 @@ def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[Non
         met = {own for own, *_ in _buffers}
         for own in [own for own in _expected if (group is None or own is group) and own not in met]:
             place = place_of(own)
-            if not isinstance(error, ep.EPError) and place.begun == begun.get(own, 0):  # else the others know
+            if not isinstance(error, ep.EPError) and place.begun == begun.get(own, 0):  # otherwise the other ranks know
                 with contextlib.suppress(RuntimeError):
                     place.tell(f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}")
         raise
@@ -149,8 +149,8 @@ def comm_seconds() -> float:
 
 
 def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
-    """Returns int64 [ranks of the group] on the CPU: how long this rank waited for each of them in its open buffers, as
-    `Buffer.statistics` counts it; None before the first buffer is created. group None: any that contains all ranks."""
+    """Returns the nanoseconds that this rank waited for each rank of a group in its open buffers, int64 [ranks] on the
+    CPU, see `Buffer.statistics`; None before its first buffer is created. group None: any that contains all ranks."""
     size = dist.get_world_size(group)
     counts = [
         buffer.statistics()["wait_ns"][0]
@@ -166,12 +166,12 @@ def topology_of(group: dist.ProcessGroup) -> ep.Topology | None:
 
 
 def close_buffers() -> None:
-    """Closes every shared buffer. The next forward pass builds new ones.
+    """Closes every shared buffer. The next forward pass creates new ones.
 
     Call it before destroying the groups, or on every rank after an `EPError`, to continue.
 
     Raises:
-        EPError: once all are closed, if a call has failed and no call has raised it.
+        EPError: after all are closed, if a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.close)
 
@@ -183,8 +183,8 @@ def release_buffers() -> None:
     Collective: all ranks of all groups call it, between two steps and with their CUDA graphs deleted.
 
     Raises:
-        ValueError: as `Buffer.release`; that buffer and those created before it stay open.
-        EPError: once all are closed, if a rank did not come or a call has failed and no call has raised it.
+        ValueError: see `Buffer.release`; that buffer and those created before it stay open.
+        EPError: after all are closed, if a rank did not come or a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.release)
 
@@ -194,14 +194,14 @@ def _end_all(end: Callable[[ep.Buffer], None]) -> None:
     failures_met = []
     while _buffers:
         key, buffer = _buffers.popitem()
-        if not buffer.is_open:  # in a forked child, where it is its parent's
+        if not buffer.is_open:  # in a forked child it belongs to the parent
             continue
         seconds = rank_group_of(buffer).seconds
         try:
             end(buffer)
         except ep.EPError as failure:
             failures_met.append(failure)
-        except ValueError:  # it is still open
+        except ValueError:  # the buffer is still open
             _buffers[key] = buffer
             raise
         _closed_seconds += seconds
@@ -213,5 +213,5 @@ def _end_all(end: Callable[[ep.Buffer], None]) -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    failures.report_unseen()  # of the layers, too, before nobody can tell any more
+    failures.report_unseen()  # logs failures that no call has raised, before the buffers are gone
     close_buffers()

@@ -21,16 +21,16 @@ from megatron_ep.megatron.router import fused_router
 def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Returns Megatron's decoder block for this model, with `EPTokenDispatcher` in its MoE layers.
 
-    Megatron builds the spec of a multi-token-prediction block elsewhere, out of reach of this function: a model with
-    mtp_num_layers needs `megatron_ep.megatron.plugin`, which `megatron_ep.pretrain` enables, or you do.
+    This function does not make the spec of a multi-token-prediction block. A model with mtp_num_layers needs
+    `megatron_ep.megatron.plugin`, which `megatron_ep.pretrain` enables.
 
     Args:
-        config: a TransformerConfig, as Bridge's providers are, or what holds one as `transformer` (Megatron-LM).
+        config: a TransformerConfig, such as Bridge's providers, or an object with one as `transformer` (Megatron-LM).
         vp_stage: the virtual pipeline stage, if there are several.
 
     Raises:
-        ValueError: the model has no experts, an attention for which Megatron has another block, or mtp_num_layers
-            without the plugin.
+        ValueError: the model has no experts, attention for which Megatron has another block, or mtp_num_layers without
+            the plugin.
     """
     return _gpt(config, vp_stage, None)
 

@@ -1,7 +1,7 @@
-"""What one step of a dispatcher leaves for the next one, by private names through which Megatron's schedules reach it.
+"""State that steps of a dispatcher pass on, under private names that Megatron's schedules use.
 
-1F1B overlap runs each step as a graph of its own and sets the probabilities between them; the trainer takes the
-capacity factor away to repeat a step that was over budget.
+1F1B overlap runs each step as a separate graph and sets the probabilities between them; the trainer removes the
+capacity factor to repeat a step that was over budget.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from types import ModuleType
 
 import torch
 
-ATTRIBUTE = "_comm_manager"  # of a dispatcher: where Megatron looks for a StepState
+ATTRIBUTE = "_comm_manager"  # attribute of a dispatcher in which Megatron expects a StepState
 NEEDED = {"token_probs", "dispatched_probs"}  # without these set, the overlap's steps have no gradients between them
 SCHEDULE = "megatron.core.models.gpt.fine_grained_callables"
 
 
 @dataclass
 class StepState:
-    """Megatron's own flex dispatcher keeps the same under the same names.
+    """The state of a dispatcher, with the names of Megatron's flex dispatcher.
 
-    router_topk: choices of a token, TP included. _max_tokens_per_rank: tokens of the last dispatch with a capacity
-        factor. The trainer divides by their product to suggest one.
+    router_topk: choices per token, including TP. _max_tokens_per_rank: tokens of the last dispatch with a capacity
+        factor. The trainer divides by their product to suggest a factor.
     """
 
     moe_expert_rank_capacity_factor: float | None
@@ -40,7 +40,7 @@ class StepState:
 
 
 def check_overlap() -> None:
-    """Raises ValueError if the installed Megatron's 1F1B overlap does not use a dispatcher as this one expects it."""
+    """Raises ValueError if the installed Megatron's 1F1B overlap uses other attributes of a dispatcher."""
     import megatron.core
 
     try:
@@ -58,7 +58,7 @@ def check_overlap() -> None:
 
 @functools.cache
 def _names_used(module: ModuleType) -> frozenset[str]:
-    """The attributes of any `x._comm_manager` in a module's source."""
+    """Returns the attributes of any `x._comm_manager` in a module's source."""
     return frozenset(
         node.attr
         for node in ast.walk(ast.parse(inspect.getsource(module)))

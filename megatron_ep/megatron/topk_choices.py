@@ -1,6 +1,6 @@
-"""What a router of Megatron's has chosen, as the top-k ids and weights that a dispatch takes.
+"""Converts the choices of Megatron's routers to the top-k ids and weights of a dispatch.
 
-T tokens on this rank, E experts, K choices of a token, TP ranks that share an expert.
+T tokens on this rank, E experts, K choices per token, TP ranks that share an expert.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 
 
 def choices_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there. A
-    token with more experts than that gets an id that is none, which dispatch refuses when it has the counts."""
+    """Converts a map and probs [T, E] to ids [T, width], ascending and padded with -1, and weights [T, width], padded
+    with 0. A token with more experts gets invalid ids, for which dispatch raises ValueError when it has the counts."""
     num_experts = routing_map.shape[1]
     order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     chosen = (routing_map * order).topk(width, dim=1).values
@@ -23,8 +23,8 @@ def choices_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tu
 def replicated(
     topk_idx: torch.Tensor, weights: torch.Tensor, tp_size: int, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]. -1 for none
-    stays so; other ids that are no experts become such, which dispatch refuses."""
+    """Converts Megatron's expert ids [T, K] to ids in the group [T, K * TP], because each expert is on TP ranks. Keeps
+    -1; other invalid ids stay invalid, and dispatch rejects them."""
     if tp_size == 1:
         return topk_idx, weights
     ep_rank = topk_idx.div(num_local_experts, rounding_mode="floor").unsqueeze(-1)

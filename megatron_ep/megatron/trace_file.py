@@ -1,7 +1,7 @@
-"""The file of a routing trace: how many of its tokens a rank sent to each expert, by step, layer and micro-batch.
+"""The file of a routing trace: the number of tokens that a rank sent to each expert, by step, layer and micro-batch.
 
-A file a rank, `rank_00003.routing`: a line of JSON (`Header`), then records of `record_type`, a whole step at a time.
-E experts; W ranks exchange tokens, EP of them have different experts.
+Each rank has a file, `rank_00003.routing`: a line of JSON (`Header`), then records of `record_type`, written a whole
+step at a time. E experts; W ranks exchange tokens, EP of them have different experts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FORMAT = "megatron_ep routing 2"
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank's file begins with.
+    """The header of a rank's file.
 
-    rank: in the job. group: ranks of the job that exchange tokens, those with the same experts side by side.
-    expert_ranks: EP; an expert is on len(group) / EP of them. ranks_per_node: of the group.
+    rank: rank in the job. group: ranks of the job that exchange tokens; ranks with the same experts are adjacent.
+    expert_ranks: EP; an expert is on len(group) / EP ranks. ranks_per_node: ranks of the group per node.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Header:
 
 
 def record_type(num_experts: int) -> np.dtype[Any]:
-    """One pass of a micro-batch through a layer: 12 + 4 E bytes."""
+    """Returns the type of a record, one pass of a micro-batch through a layer: 12 + 4 E bytes."""
     return np.dtype(
         [
             ("step", "<i4"),
@@ -54,10 +54,10 @@ def file_of(directory: Path, rank: int) -> Path:
 
 
 def read_header(file: Path) -> tuple[Header, int]:
-    """A file's header and its length in bytes.
+    """Returns a file's header and the header's length in bytes.
 
     Raises:
-        ValueError: it cannot be read, or is no such file.
+        ValueError: the file cannot be read, or is not a trace.
     """
     try:
         with open(file, "rb") as stream:
