@@ -22,7 +22,7 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
     with_built_type(dtype, [&]<class T>() {
         if (!any_intra_rank_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
-        // first, or it might find no SM while the exchange waits for it
+        // The pass comes first, or it might find no SM while the exchange waits for it.
         const CudaEvent begun = side_stream.begun(stream);
         launch(kernels::intra_rank_reduce_kernel<T, kWeighted, J>,
                spread(joint, ranks, side_stream.sms), ranks, side_stream.fork(stream), false,

@@ -6,8 +6,8 @@
 
 namespace ep {
 
-// Whether combine on GPUs sums T in this build. Each type is as many kernels again, so that those
-// that few train with are there only if MEGATRON_EP_DTYPES names them when it is built.
+// Whether this build has combine kernels for T. Each type adds a full set of kernels, so types that
+// are rare in training are built only if MEGATRON_EP_DTYPES names them.
 template <class T>
 constexpr bool kIsBuilt = true;
 #if !defined(MEGATRON_EP_FP16)
@@ -19,7 +19,7 @@ template <>
 constexpr bool kIsBuilt<double> = false;
 #endif
 
-// with_type. Throws std::invalid_argument for one that is not built.
+// Does what with_type does. Throws std::invalid_argument for a type that is not built.
 template <class F>
 void with_built_type(DType dtype, F&& f) {
     with_type(dtype, [&]<class T>() {
@@ -32,7 +32,7 @@ void with_built_type(DType dtype, F&& f) {
     });
 }
 
-// f.operator()<T>() with each that is built.
+// Calls f.operator()<T>() for each type that is built.
 template <class F>
 void for_each_built_type(F&& f) {
     for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32, DType::fp64}) {

@@ -9,7 +9,7 @@ namespace {
 
 using Count = std::shared_ptr<std::atomic<int>>;
 
-// On a thread of CUDA's, which may call nothing of CUDA.
+// Runs on one of CUDA's threads, where calls of CUDA are not allowed.
 void count_down(void* count) {
     const std::unique_ptr<Count> owned(static_cast<Count*>(count));
     --**owned;

@@ -7,7 +7,7 @@
 
 namespace ep {
 
-// Of a block on the current GPU: code for one without a copy engine uses none.
+// Dynamic shared memory of a block on the current GPU: code without the copy engine uses none.
 inline size_t shared_bytes() {
     int device = 0, major = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -16,9 +16,9 @@ inline size_t shared_bytes() {
     return major < 9 ? 0 : kBlockWarps * sizeof(BulkBuffers);
 }
 
-// CUDA loads a kernel when it is first asked for, and may wait then for what runs on the GPU: a
-// first launch behind a kernel that waits for other ranks would hold up its host. So what
-// launches kernels loads all of them when it is made.
+// Loads a kernel. CUDA would do so at its first use, and may then wait for the GPU: a first launch
+// after a kernel that waits for other ranks would block the host. So constructors of objects that
+// launch kernels load all of them.
 template <class Kernel>
 cudaFuncAttributes load(Kernel kernel) {
     cudaFuncAttributes attributes;

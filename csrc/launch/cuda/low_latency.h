@@ -7,16 +7,16 @@
 
 namespace ep {
 
-// The low-latency mode of a group's ranks on a GPU: heaps of its own, but the group's waits and
-// incidents. Launches only enqueue. Ranks of one process are launched one after the other: no half
-// waits for what is launched after it.
+// The low-latency mode of a group's ranks on a GPU. It has its own heaps, and shares the group's
+// timeout and control blocks. Launches only enqueue. Each rank of the process has its own launch,
+// so with several ranks no launch may wait for a later one.
 template <class FabricParams>
 class CudaLowLatency {
   public:
-    // Collective, if the fabric's reset_signals is: nobody sends before all ranks are done.
+    // Collective if the fabric's reset_signals is: no rank may send before all are done.
     //
-    // fabric: over the low-latency heaps of all ranks; own_heaps: of the group's ranks, in their
-    // order, cleared. blocks: of each launch.
+    // fabric: over the low-latency heaps of all ranks. own_heaps: heaps of the group's ranks, in
+    // the group's order, cleared. blocks: number of blocks of each launch.
     CudaLowLatency(const CudaGroup<FabricParams>& group, const LowLatencyHeap& heap,
                    const FabricParams& fabric, const std::vector<char*>& own_heaps, int blocks);
 
@@ -28,13 +28,13 @@ class CudaLowLatency {
 
     const std::vector<int>& ranks() const { return group_.ranks(); }
     const LowLatencyHeap& heap() const { return heap_; }
-    int warps() const;  // of a launch
-    // With the group's reset, and under its conditions. Of several of a group in the same order on
-    // all ranks.
+    int warps() const;  // warps of a launch
+    // Called together with the group's reset, under its conditions. A group with several of these
+    // resets them in the same order on all ranks.
     void reset();
 
   private:
-    // Each in the file of the launches: of a kernel in two files CUDA makes two.
+    // Each is defined in the file that launches its kernels: see low_latency_combine.inl.
     void load_dispatch();
     void load_combine();
 
@@ -43,7 +43,7 @@ class CudaLowLatency {
     FabricParams fabric_;
     std::vector<char*> own_heaps_;
     int blocks_;
-    bool early_ = false;  // the kernels wait by themselves for the launch before them
+    bool early_ = false;  // whether the kernels wait by themselves for the previous launch
 };
 
 }  // namespace ep

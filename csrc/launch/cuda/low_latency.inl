@@ -10,7 +10,7 @@
 namespace ep {
 namespace {
 
-// f.operator()<kLaunches>() for each of them.
+// Calls f.operator()<kLaunches>() for each value.
 template <class F>
 void for_each_launches(F&& f) {
     using enum LowLatencyLaunches;
@@ -19,8 +19,8 @@ void for_each_launches(F&& f) {
     f.template operator()<Both>();
 }
 
-// Whether a kernel waits by itself for the launch before, as Architecture says, and a graph can
-// hold such launches. Not on later GPUs, where kernels for Hopper run if there are no others.
+// Whether a kernel waits by itself for the previous launch (Architecture::kHasEarlyLaunches) and a
+// graph can hold such launches. Code for Hopper may run on later GPUs, where this is not used.
 inline bool may_come_early(const cudaFuncAttributes& kernel, int device) {
     constexpr int kFirstWithGraphs = 12030;
     int driver = 0;
@@ -29,8 +29,8 @@ inline bool may_come_early(const cudaFuncAttributes& kernel, int device) {
            driver >= kFirstWithGraphs;
 }
 
-// early: the kernel waits by itself for the launch before it, so its blocks may come as soon as
-// those of that one let them.
+// Launches a kernel for each rank. early: the kernel waits by itself for the previous launch, so
+// its blocks may start as soon as that launch allows it.
 template <class P, class Args>
 void launch(void (*kernel)(LowLatencyLaunch<P, Args>), bool early, const CudaGroup<P>& group,
             const P& fabric, const std::vector<Args>& args, int blocks, CudaStream stream) {
@@ -68,9 +68,9 @@ int CudaLowLatency<P>::warps() const {
     return blocks_ * kBlockWarps;
 }
 
-// run(kernel of the launches) for both halves. as_one: as one launch, and only where this is the
-// only rank of its process: several are launched one after the other, and the first would wait for
-// the second.
+// Calls run.operator()<kLaunches>() for each launch. as_one: both halves in one launch, only if
+// this process has one rank: of several, which are launched in turn, the first would wait for the
+// second.
 template <class Run>
 void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     using enum LowLatencyLaunches;
@@ -79,7 +79,7 @@ void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     if (launches != Send) run.template operator()<Receive>();
 }
 
-// f.operator()<kLines>(): whether rows are lines.
+// Calls f.operator()<kLines>(). kLines: whether rows travel as lines.
 template <class P, class F>
 void with_lines(bool lines, F&& f) {
     if constexpr (P::Fabric::kKeepsLines) {

@@ -3,8 +3,8 @@
 #include "launch/cuda/dtypes.h"
 #include "launch/cuda/low_latency.inl"
 
-// For the files that compile combine, and no others: of a kernel that two files compile CUDA makes
-// two, and what is set for one is not set for the other.
+// Combine's launches in the low-latency mode. Only the files that compile combine include this: a
+// kernel compiled in two files becomes two kernels, and the attributes set for one miss the other.
 namespace ep {
 
 template <class P>

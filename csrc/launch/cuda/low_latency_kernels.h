@@ -7,10 +7,10 @@
 
 namespace ep {
 
-// A launch for one rank, of one half of a call or of both. All of it is a kernel parameter, and no
-// number of a call is in it: a captured graph replays it. Any number of blocks does the work. Those
-// of one half need not be on the GPU together, because none waits for another; those of both halves
-// have to come there in the end, because what one waits for another rank's may have to send.
+// The kernel parameter of a launch for one rank, of one half of a call or of both. It holds no call
+// number, so that a captured graph can be replayed. It works with any number of blocks. Those of
+// one half need not be on the GPU together, because none waits for another. Those of both halves
+// must all get there, because they may wait for rows that other ranks' blocks have yet to send.
 template <class FabricParams, class LowLatencyArgsOfKind>
 struct LowLatencyLaunch {
     using Fabric = typename FabricParams::Fabric;
@@ -28,29 +28,29 @@ using LowLatencyCombineLaunch = LowLatencyLaunch<P, LowLatencyCombineArgs>;
 
 namespace kernels {
 
-// Neighbours are on different SMs: few rows spread over all of them.
+// Numbers the warps so that neighbours are on different SMs: then few rows use all SMs.
 __device__ __forceinline__ Team team_of_grid() {
     return {static_cast<int>(warp_of_block() * gridDim.x + blockIdx.x),
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
-// If the call was given up nobody can take its outputs for data.
+// Fills an aborted call's outputs with Outputs::kPoison, which cannot pass for data.
 template <class Args>
 __device__ __forceinline__ void poison(const Args& args) {
     for (const Outputs::Part& part : outputs_of(args).parts)
         rows::fill<Outputs::kPoison>(part.data, part.bytes);
 }
 
-// share(warp, call, team) -> Ended: what each warp does.
+// Runs share(warp, call, team), which returns Ended, on each warp.
 //
-// Where the call's outputs are written every warp arrives in the end, however its share has ended:
-// the last one knows that nobody writes any more.
+// In a launch that writes the call's outputs every warp arrives, however its share has ended: so
+// the last one knows that no other warp writes any more.
 template <LowLatencyLaunches kLaunches, bool kLines, class L, class Share>
 __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& share) {
     constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
     constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
     constexpr LowLatencyKind kKind = L::Args::kKind;
-    // no heap has lines and masks
+    // A heap never has both lines and masks.
     using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
     if constexpr (Architecture::kHasEarlyLaunches) {
         DeviceWarp::begin_block();
@@ -69,7 +69,7 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     };
     Ended ended = Ended::Badly;
     if (!is_aborted(launch.rank)) {
-        if (team.warp == team.warps / 4) {  // in small batches it has nothing else to do
+        if (team.warp == team.warps / 4) {  // a warp that has no rows in small batches
             note(launch.rank.control->entered);
             if (kSends) {
                 const auto& args = launch.args;

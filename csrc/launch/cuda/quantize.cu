@@ -9,7 +9,7 @@
 namespace ep {
 namespace {
 
-// The first kernel is for rows that allow wide accesses.
+// Launches wide_kernel if hidden and alignment allow wide accesses, else `kernel`.
 template <class T, class Args, class Kernel>
 void launch(const Args& args, const void* reals, const uint8_t* values, Kernel wide_kernel,
             Kernel kernel, cudaStream_t stream) {

@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// Rows of numbers to fp8, as core/float8.h has it for bf16.
+// Arguments for converting rows to fp8, by the rules of core/float8.h.
 struct QuantizeArgs {
     int64_t rows;
     int hidden;
@@ -16,7 +16,7 @@ struct QuantizeArgs {
     float* scales;    // [rows, ceil(hidden / 128)]
 };
 
-// The way back: values * scale, in fp32, rounded once.
+// Arguments for converting rows back: out = values * scale, computed in fp32 and rounded once.
 struct DequantizeArgs {
     int64_t rows;
     int hidden;
@@ -26,7 +26,7 @@ struct DequantizeArgs {
     void* out;              // [rows, hidden]
 };
 
-// Enqueued on the stream of the current device. Throw std::runtime_error when the launch fails.
+// Enqueue on a stream of the current device. Throw std::runtime_error if the launch fails.
 void quantize_cuda(const QuantizeArgs& args, void* stream);
 void dequantize_cuda(const DequantizeArgs& args, void* stream);
 

@@ -10,10 +10,10 @@
 namespace ep {
 
 constexpr int kQuantizeThreads = 256;
-constexpr int kQuantizeElements = 4;  // of a lane: 32 lanes make a block
+constexpr int kQuantizeElements = 4;  // elements per lane: 32 lanes have a block
 
-// In both a warp takes a block of a row; a lane's elements lie side by side where rows allow wide
-// accesses.
+// In both kernels a warp handles one block of a row. wide: rows are aligned so that a lane can
+// access its elements, then adjacent, at once.
 template <class T, bool wide>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_kernel(const QuantizeArgs args, int blocks_per_row) {

@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// How something of a GPU is given back, whatever device is current: see core/cuda/put_off.h.
+// Releases a resource of a GPU later, whatever device is current: see core/cuda/put_off.h.
 struct Release {
     int device;
     void (*release)(void*);
@@ -13,14 +13,14 @@ struct Release {
     void operator()(void* what) const;
 };
 
-// What is allocated one by one in a constructor goes back when a later step throws, too.
+// An owned resource of a GPU, which is released also if a later step of a constructor throws.
 template <class T>
 using Resource = std::unique_ptr<T, Release>;
 
-// Each throws std::runtime_error when there is none.
+// Each throws std::runtime_error if the allocation fails.
 Resource<void> device_memory(int device, size_t bytes);
-Resource<void> pinned_memory(int device, size_t bytes);  // of the host, where all devices reach it
-Resource<void> side_stream(int device);  // a cudaStream_t that is not held up by kernels of others
+Resource<void> pinned_memory(int device, size_t bytes);  // host memory, mapped for all devices
+Resource<void> side_stream(int device);  // a cudaStream_t that does not wait for the default stream
 Resource<void> event(int device);        // a cudaEvent_t
 
 template <class T>

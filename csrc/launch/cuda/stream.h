@@ -2,7 +2,7 @@
 
 namespace ep {
 
-// For those who do not include CUDA's headers.
+// CUDA's handles, for files that do not include CUDA's headers.
 using CudaStream = void*;  // a cudaStream_t
 using CudaEvent = void*;   // a cudaEvent_t
 

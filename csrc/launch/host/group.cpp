@@ -44,7 +44,7 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
         state.unfinished = 0;
         aborted |= state.aborted();
     }
-    if (aborted) {  // the rings are unusable, and so may be what earlier launches left
+    if (aborted) {  // the rings, and maybe what earlier launches left, are unusable
         for (RankState& state : states_) state.give_up();
         return;
     }
@@ -61,7 +61,7 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
         bool any = false;
         for (size_t i = 0; i < ranks_.size(); ++i) {
             if (tasks[i].empty()) continue;
-            // what a phase leaves undone must not be taken up by the next
+            // A phase must not go on with what the previous one left unfinished.
             const bool goes_on = states_[i].unfinished == 0 && !states_[i].aborted();
             if (!goes_on) {
                 tasks[i].clear();
@@ -137,8 +137,7 @@ void HostGroup::abort(Outcome outcome, const std::string& text) {
 void HostGroup::reset() {
     has_reason_ = false;
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        // all of it: what rings hold of earlier calls would pass for rows of those with their
-        // number
+        // Calls are numbered from 1 again, so rows of earlier calls must not stay in the rings.
         std::memset(own_heaps_[i], 0, heap_.bytes());
         states_[i].stalled = false;
     }

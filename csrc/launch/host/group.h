@@ -18,33 +18,33 @@
 
 namespace ep {
 
-// How the roles of a launch are run.
+// How a group runs the roles of a launch.
 struct Schedule {
     int threads = 1;  // OS threads, each with the roles of some ranks as fibers
-    // One thread, random interleaving, a simulated network between nodes.
+    // Runs all roles on one thread in a random order, with a simulated network between nodes.
     std::optional<uint64_t> seed;
-    uint64_t lost_signal = 0;  // with a seed: which signal the network loses
+    uint64_t lost_signal = 0;  // with a seed: number of the signal that the network loses
     Stall stall = {};          // with a seed
 };
 
-// How a rank reaches the others: all are mapped here; or a network is simulated between nodes; or
-// nodes are machines, or are taken for such.
+// How a rank reaches the others: by memory that is mapped here, over a simulated network between
+// nodes, or by send queues, which SoftwareNic carries out.
 using AnyHostFabric = std::variant<MappedHostFabric, HostFabric, QueueFabric>;
 
-// The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on
-// all of them together.
+// The ranks of a buffer that live in this process, on the host: one rank, or all. A launch runs one
+// phase on all of them together.
 class HostGroup {
   public:
-    // heaps: of all ranks, mapped here. ranks: those that this process runs. nic: carries what goes
-    // to other nodes, for the one rank of this process; of ranks on other machines `heaps` then has
-    // mirrors of their control blocks.
+    // heaps: by rank, all mapped here. ranks: those that this process runs. nic: null, or what
+    // sends to other nodes for the one rank of this process; for ranks on other machines `heaps`
+    // then has mirrors of their control blocks.
     HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
               std::chrono::duration<double> timeout, SoftwareNic* nic = nullptr);
     HostGroup(const HostGroup&) = delete;
 
-    // One argument per rank of this process, in the order of `ranks`. They return when all roles
-    // have, for whatever reason: see finished(). `interrupted` is asked from time to time on the
-    // calling thread while it waits.
+    // All launches take one argument per rank of this process, in the order of `ranks`, and return
+    // when all roles have ended, for whatever reason: see finished(). They call `interrupted` from
+    // time to time on the calling thread; if it returns true, the waits end.
     template <class Warp = HostWarp>
     void notify(std::vector<NotifyArgs> args, const std::function<bool()>& interrupted = {});
     template <class Warp = HostWarp>
@@ -55,32 +55,31 @@ class HostGroup {
 
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }
-    // Whether the last launch did all that it had to on the ranks of this process. Another rank may
-    // have given up since.
+    // Whether the last launch finished all its work on the ranks of this process. Another rank may
+    // have given up later.
     bool finished() const;
     const RankState& state(size_t index) const { return states_[index]; }
-    // [world] of nanoseconds, see Heap: in the last call and in all.
+    // [world] nanoseconds of waiting in the last call, and in all calls: see Heap::waited.
     std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
-    // Makes every wait of every rank end. The first reason since the last reset is kept for all.
+    // Ends all waits of all ranks. The first reason since the last reset stays.
     void abort(Outcome outcome, const std::string& reason);
-    // Back to the state of a new buffer. No rank may be in a launch, and none may launch before all
-    // have reset.
+    // Restores the state of a new buffer. No rank may be in a launch, and none may launch before
+    // all have reset.
     void reset();
 
   private:
     friend class HostLowLatency;
 
-    using Tasks = std::vector<std::vector<RoleTask>>;  // of each rank
-    // How the rank reaches the others, of which `heaps` are those of a mode. queues: null where
-    // there is no network card.
+    using Tasks = std::vector<std::vector<RoleTask>>;  // by rank
+    // Makes the rank's fabric over the heaps of one mode, by rank. queues: null without a nic.
     AnyHostFabric fabric_of(int rank, const std::vector<char*>& heaps,
                             const HostQueues* queues) const;
     template <class Warp>
     auto adder(Tasks& tasks, size_t index);
-    // count(calls, number): where calls of this kind are counted.
+    // Returns the counter of a kind of calls.
     using Count = uint64_t& (*)(Calls& calls, uint64_t number);
-    // begins_call: whether the launch is the first of a dispatch or combine.
-    // The phases one after the other: on each rank as long as all goes well there.
+    // Runs the phases in turn. A rank on which one fails skips the later ones. begins_call: whether
+    // this is the first launch of a call, from which Heap::waited_before counts.
     void run(Count count, bool begins_call, std::vector<Tasks> phases,
              const std::function<bool()>& interrupted);
     void run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted);
@@ -89,7 +88,7 @@ class HostGroup {
         state.note_sends(Sends::Mode::Transfer, args);
     }
     static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
-    // The same, and if not all of it was done nobody can take the outputs for data.
+    // Does what run does. If it did not finish, fills the outputs with Outputs::kPoison.
     template <class Args>
     void run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
                         std::vector<Tasks> phases, const std::function<bool()>& interrupted);

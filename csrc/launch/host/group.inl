@@ -8,7 +8,7 @@
 
 namespace ep {
 
-// Makes each role a task of the rank at `index`.
+// Returns a function that makes a role a task of the rank at `index`.
 template <class Warp>
 auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
     return [this, &tasks = tasks_of_rank[index], index](int channel, auto body) {
@@ -38,7 +38,7 @@ void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<
                                std::vector<Tasks> phases,
                                const std::function<bool()>& interrupted) {
     const auto poison = [&] {
-        const bool by_stall = !states_.front().aborted();  // the other ranks have done their part
+        const bool by_stall = !states_.front().aborted();  // the other ranks' outputs are complete
         for (size_t i = 0; i < args.size(); ++i) {
             if (by_stall && !states_[i].unfinished) continue;
             for (const Outputs::Part& part : outputs_of(args[i]).parts) {
@@ -71,8 +71,8 @@ template <class Warp>
 void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
                         const std::function<bool()>& interrupted) {
     Tasks roles(ranks_.size());
-    // The fibers of a rank take turns anyway, but with a seed they show all that warps of a GPU can
-    // do.
+    // A rank's fibers take turns, so several gain nothing. A seeded schedule uses as many as a GPU
+    // does, to test their interleavings.
     const int receivers = schedule_.seed ? args.front().max_receivers() : 1;
     const int sum_warps = schedule_.seed ? CombineArgs::kMaxSumWarps : 1;
     for (size_t i = 0; i < ranks_.size(); ++i) {

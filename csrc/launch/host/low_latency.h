@@ -8,19 +8,19 @@
 
 namespace ep {
 
-// The low-latency mode of a group's ranks: heaps of its own, but the group's threads, waits and
-// incidents.
+// The low-latency mode of a group's ranks on the host. It has its own heaps, and shares the group's
+// threads, timeout and control blocks.
 class HostLowLatency {
   public:
-    // heaps: of all ranks, mapped here. warps: of each rank in each half, where the heap has
-    // staging at least its channels.
+    // heaps: by rank, all mapped here. warps: per rank in each half, at least the heap's channels
+    // if it has staging.
     HostLowLatency(HostGroup& group, const LowLatencyHeap& heap, const std::vector<char*>& heaps,
                    int warps);
-    // Once what the simulated network brings to the heaps is there.
+    // Delivers what the simulated network still holds for these heaps.
     ~HostLowLatency();
     HostLowLatency(const HostLowLatency&) = delete;
 
-    // As HostGroup's launches.
+    // The arguments are those of HostGroup's launches.
     template <class Warp = HostWarp>
     void dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
                        const std::function<bool()>& interrupted = {});
@@ -37,7 +37,7 @@ class HostLowLatency {
     HostGroup& group() const { return group_; }
     const LowLatencyHeap& heap() const { return heap_; }
     int warps() const { return warps_; }
-    // With the group's reset, and under its conditions.
+    // Called together with the group's reset, under its conditions.
     void reset();
 
   private:

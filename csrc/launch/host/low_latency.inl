@@ -7,7 +7,7 @@
 
 namespace ep {
 
-// body(warp, fabric, args, team) on every warp of every rank.
+// Runs body(warp, fabric, args, team) on every warp of every rank.
 template <class Warp, class Args, class Body>
 void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
@@ -55,7 +55,7 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
     }
 }
 
-// f.operator()<value>().
+// Calls f.operator()<value>().
 template <class F>
 void with_bool(bool value, F&& f) {
     value ? f.template operator()<true>() : f.template operator()<false>();

@@ -14,7 +14,7 @@ MemoryPool& MemoryPool::instance() {
 }
 
 void* MemoryPool::allocate(size_t bytes) {
-    // Sizes come in steps of an eighth, so that slightly different ones can use the same block.
+    // Sizes are rounded up by at most an eighth, so that similar outputs can use the same block.
     const size_t step = std::max<size_t>(4096, std::bit_floor(bytes) / 8);
     const size_t size = (bytes + step - 1) / step * step;
     const std::lock_guard lock(mutex_);
@@ -47,8 +47,8 @@ void MemoryPool::release(void* block) {
     spare_bytes_ += live->second;
     live_bytes_ -= live->second;
     live_.erase(live);
-    // Not more than was once in use; but calls with outputs of different sizes, one after the
-    // other, must not take each other's.
+    // The pool keeps no more than was in use at the peak. Recent blocks stay in any case, for calls
+    // that alternate between outputs of different sizes.
     constexpr uint64_t kRecent = 32;
     shrink(peak_bytes_, kRecent);
 }

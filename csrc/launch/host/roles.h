@@ -7,8 +7,8 @@
 
 namespace ep {
 
-// The roles of one rank in each phase: add(channel, body) for each. body(warp_of, fabric) runs it
-// on warp_of(role). `args` outlives the bodies.
+// The roles of one rank in each phase, as the host runs them. Each function calls add(channel,
+// body) for each role, and body(warp_of, fabric) runs it. `args` must outlive the bodies.
 
 template <class Add>
 void add_notify_roles(const NotifyArgs& args, Add&& add) {
@@ -30,15 +30,15 @@ void add_notify_roles(const NotifyArgs& args, Add&& add) {
     });
 }
 
-// On the host one warp of a kind does what many do on a GPU, but for lanes: there are 32.
+// On the host a channel has one warp of each kind, or more if its 32 lanes are not enough.
 template <class Roles>
 Roles host_roles(const Topology& topology, int self_warps = 1) {
     return {topology.nodes, topology.world(), min_peer_warps(topology), min_rdma_warps(topology),
             self_warps};
 }
 
-// f(number) for the warps of a channel. Those between nodes come first: when all expire at once,
-// they know more about who is missing.
+// Calls f(number) for the warps of a channel. Roles between nodes come first: if all waits expire
+// at once, they know best which rank is missing.
 template <class Roles, class F>
 void for_each_role(const Roles& roles, F&& f) {
     const int count = roles.warps(), within_node = roles.self_warps + roles.peer_warps;
@@ -66,7 +66,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
     });
 }
 
-// Once all of those are done.
+// Adds the intra-rank pass, for a phase that runs when all roles of dispatch are done.
 template <class Add>
 void add_intra_rank_pass(const DispatchArgs& args, Add&& add) {
     if (!args.has_intra_rank_pass) return;

@@ -14,18 +14,17 @@ namespace {
 
 // GIN's proxy has 16 bits for the number of a signal.
 constexpr size_t kMaxSignals = 1 << 16;
-// Connections to each rank that are asked for: NCCL 2.28 has no more.
+// Number of GIN contexts to request: NCCL 2.28 has no more.
 constexpr int kContexts = 4;
 
 using Clock = std::chrono::steady_clock;
 
-// What NCCL does in the background, and until when it may take.
+// Waits for the calls that NCCL carries out in the background, until a deadline.
 struct Setup {
     ncclComm_t& comm;
     Clock::time_point deadline;
 
-    // A call may report success when its work has only begun, so the communicator is asked after
-    // each.
+    // Waits for the end of a call, which may report success when its work has only begun.
     void finish(ncclResult_t result, const std::string& what) const {
         ncclResult_t state = ncclInProgress;
         while (result == ncclSuccess || result == ncclInProgress) {
@@ -85,12 +84,12 @@ struct NcclHeap::Connection {
     std::string id;
     int rank, world, device;
     size_t bytes, signals;
-    double timeout;  // of setting up and of ending
+    double timeout;  // seconds for setting up, and for ending
     ncclComm_t comm = nullptr;
     void* data = nullptr;
     ncclWindow_t window = nullptr;
     ncclDevComm device_comm{};
-    uint64_t* sent = nullptr;  // and `absent` behind it
+    uint64_t* sent = nullptr;  // [signals], followed by `absent`
     bool broken = false;
 
     Clock::time_point deadline() const {
@@ -103,7 +102,8 @@ struct NcclHeap::Connection {
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
         config.commName = "megatron_ep";
-        // It runs no collective: what NCCL keeps for those is to be as small as it can be.
+        // The communicator runs no collectives, so NCCL should reserve as little for them as it
+        // can.
         config.minCTAs = config.maxCTAs = 1;
         setup.finish(ncclCommInitRankConfig(&comm, world, parse(id), rank, &config),
                      "ncclCommInitRankConfig");
@@ -140,7 +140,7 @@ struct NcclHeap::Connection {
     }
 
     void disconnect() {
-        broken = true;  // if it fails half-way
+        broken = true;  // in case a step fails
         const Setup ending{comm, deadline()};
         ending.finish(ncclDevCommDestroy(comm, &device_comm), "ncclDevCommDestroy");
         ending.finish(ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister");
@@ -234,7 +234,7 @@ NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int ran
         connection_.reset(*found);
         all_kept().erase(found);
     } else {
-        // Not freed when it fails: NCCL may go on writing to it in the background.
+        // This leaks if connect throws, because NCCL may go on writing to it in the background.
         auto* connection = new Connection{unique_id,   rank,    topology.world(), device,
                                           needs.bytes, signals, timeout};
         connection->connect();

@@ -9,41 +9,41 @@
 
 namespace ep {
 
-// What a heap needs of NCCL.
+// What a heap requires of an NCCL communicator.
 struct NcclNeeds {
     Topology topology;
     size_t bytes;
     NetworkFlags flags;
 
-    // Of Heap or LowLatencyHeap.
+    // Takes a Heap or LowLatencyHeap.
     template <class AnyHeap>
     static NcclNeeds of(const AnyHeap& heap) {
         return {heap.topology, heap.bytes(), heap.network_flags()};
     }
 };
 
-// Symmetric memory in an NCCL communicator of its own. Ending either is collective, or waits for
-// the other ranks, and a rank may end alone: so both are kept, and serve the next heap of the same
-// ranks. Setting up waits no longer than `timeout` seconds for the other ranks.
+// Symmetric memory in an NCCL communicator that serves this heap alone. Destroying either waits for
+// the other ranks, but a rank may end alone: so the destructor keeps both for the next heap of the
+// same ranks. Setting up waits no longer than `timeout` seconds for the other ranks.
 class NcclHeap {
   public:
     static int library_version();
-    static std::string unique_id();  // of a new communicator: made by one rank, given to all
-    // Of communicators that are kept and fit. One that all ranks have may be taken again.
+    static std::string unique_id();  // for a new communicator: one rank makes it, all use it
+    // Returns ids of kept communicators that fit. One that all ranks have may be used again.
     static std::vector<std::string> kept(const NcclNeeds& needs, int rank, int device);
 
-    // Collective. Throws std::runtime_error when NCCL cannot do it, std::invalid_argument when the
-    // topology is not that of the machines.
+    // Collective. Throws std::runtime_error if NCCL fails, std::invalid_argument if the topology is
+    // not that of the machines.
     NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int rank, int device,
              double timeout);
     const NcclFabricParams& fabric() const { return fabric_; }
 
-    // Ends the communicator and gives the memory back. Collective, in the same order on all ranks,
-    // which it awaits as long as setting up did. Throws std::runtime_error when they do not come:
-    // then it is kept, and serves nobody any more.
+    // Destroys the communicator and frees the memory. Collective, in the same order on all ranks,
+    // with the timeout of setting up. Throws std::runtime_error if the other ranks do not come; the
+    // communicator is then kept, but not used again.
     void release();
     const std::string& key() const { return unique_id_; }
-    // Of communicators that are kept, whatever they fit, and release() for one of them.
+    // Returns ids of all kept communicators; release_left does for one what release does.
     static std::vector<std::string> left();
     static void release_left(const std::string& unique_id);
 

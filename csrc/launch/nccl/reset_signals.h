@@ -5,19 +5,19 @@
 
 namespace ep {
 
-// The signal that tells how much was sent to the flag with this number: that and 1, so that it
-// says something also of a flag to which nothing was sent.
+// Returns the signal that carries the total sent to a flag, plus 1: so 0 means that the total has
+// not arrived, also for a flag to which nothing was sent.
 __device__ __forceinline__ uint32_t total_of(const NetworkFlags& flags, size_t number) {
     return static_cast<uint32_t>(flags.count() + number);
 }
 
-// Whether that flag has its writer on this rank's own node, who uses none.
+// Whether the flag's writer is on this rank's node, where no signals are used.
 __device__ __forceinline__ bool is_unused(const NcclFabricParams& params, int rank, size_t number) {
     const int writer = params.rank_of(params.flags.writer(number), rank);
     return params.topology.node_of(writer) == params.topology.node_of(rank);
 }
 
-// By a warp: tells the other ranks what this one has sent to each of their flags.
+// Sends the other ranks the totals that this one has sent to each of their flags. Run by one warp.
 __device__ __forceinline__ void send_totals(const NcclFabricParams& params, int rank) {
     const NetworkFlags& flags = params.flags;
     for (size_t number = 0; number < flags.count(); ++number) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void send_totals(const NcclFabricParams& params, int 
     }
 }
 
-// By a lane: whether all that its writer has sent to this rank's flag with that number is there.
+// Whether all that its writer has sent to a flag of this rank has arrived. Run by one lane.
 __device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, int rank,
                                             size_t number) {
     const ncclGin gin = gin_of(params.comm, params.flags.channel(number, rank));
@@ -37,8 +37,9 @@ __device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, int 
     return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;
 }
 
-// One warp. Signals arrive in any order, so none can be the last: each rank tells how much it has
-// sent, and the other end waits for as much. Nobody sends before all ranks are done.
+// Waits for all signals and zeroes them, in one warp. Signals arrive in any order, so none marks
+// the end: each rank sends its totals, and the receiver waits until it has as much. No rank may
+// send before all are done. Sets *absent to 1 + the rank whose signals did not come in time.
 static __global__ void reset_signals_kernel(const __grid_constant__ NcclFabricParams params,
                                             int rank, uint64_t timeout_ns) {
     const NetworkFlags& flags = params.flags;

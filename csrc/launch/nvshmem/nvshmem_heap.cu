@@ -16,17 +16,17 @@
 namespace ep {
 namespace {
 
-// With a bootstrap but no GPU, initialisation reports success and stays at status 1.
+// Status after initialisation. With a bootstrap but no GPU, it succeeds but stays at status 1.
 constexpr int kInitialised = 2;
 
-// The one set-up of this process that may be under way. NVSHMEM's calls must not be made by two
-// threads at once.
+// Guards calls of NVSHMEM, which two threads must not make at the same time.
 std::mutex setup;
 
 std::optional<NvshmemRanks> ranks_served;
 int device_used;
 
-// nvshmemx_init_attr is this call and exit(-1) when it fails. The call is none of the public ones.
+// This call, which is not public, is what nvshmemx_init_attr does before it calls exit(-1) on
+// failure.
 static_assert(NVSHMEM_VENDOR_MAJOR_VERSION == 3 && NVSHMEM_VENDOR_MINOR_VERSION >= 4,
               "the nvshmem fabric is made for NVSHMEM 3, from 3.4 on: MEGATRON_EP_NVSHMEM=0 builds "
               "without it");
@@ -57,13 +57,12 @@ void initialise(const NvshmemRanks& ranks, int device) {
     device_used = device;
 }
 
-// What only the library's device code is told.
+// Reads a state that only the library's device code has.
 __global__ void read_ibgda(bool* is_initialised) {
     *is_initialised = nvshmemi_device_state_d.ibgda_is_initialized;
 }
 
-// NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it
-// is over.
+// Waits for all puts on the GPU: NVSHMEM's wait has no bound, so the host polls for its end.
 __global__ void quiet_kernel() { nvshmem_quiet(); }
 
 void quiet(std::chrono::nanoseconds timeout) {
