@@ -4,7 +4,7 @@
 
 namespace ep {
 
-// As Python has it.
+// An address as Python passes it: tensors cross the binding as integers.
 using Address = uintptr_t;
 
 template <class T>

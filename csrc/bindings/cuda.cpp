@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-// Of the heaps of all ranks.
+// Returns the fabric over the heaps of all ranks.
 P2pFabricParams fabric_over(const Topology& topology, const std::vector<DeviceMemory*>& memories) {
     P2pFabricParams fabric{topology, {}};
     for (size_t rank = 0; rank < memories.size(); ++rank)

@@ -11,7 +11,7 @@
 
 namespace ep {
 
-// What destructors of this module, which has a list of its own, have put off.
+// Binds catch_up in each extension module, because each has its own list of deferred releases.
 inline void bind_catch_up(pybind11::module_& m) {
     m.def("catch_up", &catch_up, pybind11::call_guard<pybind11::gil_scoped_release>(),
           "Gives back what belonged to objects that are gone, which call no CUDA when they go. "
@@ -139,7 +139,7 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
     CudaLowLatency<FabricParams> ranks_;
 };
 
-// The group of a launcher over this fabric.
+// Returns the group of a launcher, which must be over this fabric.
 template <class FabricParams>
 const CudaGroup<FabricParams>& group_of(const RankLauncher& launcher) {
     return dynamic_cast<const CudaLauncher<FabricParams>&>(launcher).group();

@@ -107,7 +107,8 @@ Layout layout_in(const Heap& heap, int num_tokens, int topk, int32_t* data = nul
     return {heap.topology, num_tokens, topk, heap.num_experts, heap.channels, data};
 }
 
-// A handle's layout: how many int32 it takes, where its parts begin, and one that a plan fills.
+// Binds a handle's layout: its size and the offsets of its parts in int32, and filling one by a
+// plan.
 void bind_layout(py::class_<Heap>& bound) {
     const auto offset = [&bound](const char* name, auto&& begin, const char* doc) {
         bound.def(

@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-// Asks Python, now and then, whether Ctrl-C was pressed. Python's error then is KeyboardInterrupt.
+// Checks for signals every 50 ms. Returns true after Ctrl-C, with Python's KeyboardInterrupt set.
 class SignalCheck {
   public:
     bool operator()() {
@@ -44,7 +44,7 @@ class HostLauncher : public RankLauncher {
         : group_(heap, std::move(ranks), data_of(segments), schedule,
                  std::chrono::duration<double>(timeout), nic) {}
 
-    // The host knows the counts of a fused dispatch, too.
+    // A fused dispatch is a notify and a dispatch here, so it has totals, too.
     Counted launch(Phase phase, AllArgs args, void*) override {
         const auto lock = exclusive_call_.enter();
         if (phase == Phase::Combine) {
@@ -69,7 +69,7 @@ class HostLauncher : public RankLauncher {
         });
         return counted;
     }
-    // A launch of what shares the group's threads.
+    // Runs a launch of the low-latency mode, which shares the group's threads.
     template <class F>
     void launch_alone(F&& f) {
         const auto lock = exclusive_call_.enter();

@@ -112,7 +112,7 @@ const char* name(Sends::Kind kind) {
     return "?";
 }
 
-// Others may be writing.
+// Loads with acquire order, because kernels and other processes may be writing.
 uint64_t load(const uint64_t& word) {
     return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
 }

@@ -17,8 +17,8 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-// How members of arguments are set, by their names in core/args.h and core/low_latency_args.h, to
-// numbers and addresses.
+// Functions that set a member of kernel arguments to a number or address, by the member's name in
+// core/args.h or core/low_latency_args.h.
 template <class Args>
 using Setter = void (*)(Args&, uint64_t);
 template <class Args>
@@ -35,7 +35,7 @@ void set(Args& args, uint64_t value) {
     }
 }
 
-// Where a layout's parts lie depends on it.
+// Makes a new layout, because the offsets of its parts depend on the number of tokens.
 template <class Args>
 void set_tokens(Args& a, uint64_t tokens) {
     const Layout before = a.layout;
@@ -179,7 +179,7 @@ uint64_t number(PyObject* value) {
     return n;
 }
 
-// Everything about a call but what each launch gives: `given` members, of one rank after the other.
+// A call's arguments, except the `given` members: each launch passes their values, rank by rank.
 template <class Args>
 struct CallOf {
     std::vector<Args> args;
@@ -222,7 +222,7 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
         blank);
 }
 
-// Each call of the package passes here: pybind11's own functions take longer.
+// Every call of the package comes through here: METH_FASTCALL takes less time than pybind11.
 PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) try {
     if (count < 3) throw py::type_error("launch takes a call, a phase, a stream and members");
     auto& launcher = py::cast<Launcher&>(py::handle(self));

@@ -17,13 +17,13 @@
 
 namespace ep {
 
-// What a launch does of a call. The last three are of the low-latency mode.
+// The part of a call that a launch does. The last three belong to the low-latency mode.
 enum class Phase : int {
     Notify,         // exchanges counts and waits for them
-    Dispatch,       // once the host knows the counts
-    FusedDispatch,  // both, for a host that learns no counts
-    DispatchAhead,  // both, into room for as many rows as are expected; the host waits for counts
-    DispatchAgain,  // after a launch ahead that did nothing
+    Dispatch,       // when the host knows the counts
+    FusedDispatch,  // notify and dispatch; the host does not wait for counts
+    DispatchAhead,  // notify and dispatch into tensors of a guessed size; the host waits for counts
+    DispatchAgain,  // the dispatch of a DispatchAhead whose guess was wrong
     Combine,
     Send,
     Receive,
@@ -36,7 +36,7 @@ inline LowLatencyLaunches halves(Phase phase) {
     return static_cast<LowLatencyLaunches>(half);
 }
 
-// The kernels' arguments of a call, of each rank of this process.
+// The kernels' arguments of a call, one for each rank of this process.
 using AllArgs =
     std::variant<std::vector<FusedDispatchArgs>, std::vector<CombineArgs>,
                  std::vector<LowLatencyDispatchArgs>, std::vector<LowLatencyCombineArgs>>;
@@ -46,16 +46,16 @@ DType dtype_of(const std::vector<Args>& args) {
     return static_cast<DType>(args.front().format.payload_type);
 }
 
-// What the host hears of a call whose counts it has waited for.
+// The result of a launch for which the host waited for counts.
 struct Counted {
-    std::vector<Layout::Totals> totals;  // of each rank; empty if it does not wait
-    bool fits = false;                   // a dispatch ahead had the right room
+    std::vector<Layout::Totals> totals;  // one for each rank; empty if the host did not wait
+    bool fits = false;                   // whether the guess of a DispatchAhead was right
 };
 
-// For the launches of a buffer: two at once would share its rings.
+// Refuses a launch of a buffer during another one, because both would use the same rings.
 class ExclusiveCall {
   public:
-    // Throws std::runtime_error while another thread has what this returned.
+    // Throws std::runtime_error while another thread holds the lock.
     std::unique_lock<std::mutex> enter() {
         std::unique_lock lock(busy_, std::try_to_lock);
         if (!lock) throw std::runtime_error("the buffer is in use by another thread");
@@ -70,16 +70,16 @@ class ExclusiveCall {
 class Launcher {
   public:
     virtual ~Launcher() = default;
-    // Those of a call whose rows have this format, without tensors.
+    // Return the arguments of a call whose rows have this format, without tensors.
     virtual AllArgs dispatch_args(const RowFormat& format) const = 0;
     virtual AllArgs combine_args(const RowFormat& format) const = 0;
-    // Is called without Python's lock. stream: null on the host.
+    // Must be called without the GIL. stream: null on the host.
     virtual Counted launch(Phase phase, AllArgs args, void* stream) = 0;
     virtual void reset() = 0;
 };
 
-// The normal mode, and what becomes of a buffer's launches. What is said of a GPU alone does
-// nothing on the host.
+// Launches the normal mode, and shows and ends failures of a buffer's launches. Functions that only
+// a GPU needs do nothing on the host.
 class RankLauncher : public Launcher {
   public:
     AllArgs dispatch_args(const RowFormat& format) const override {
@@ -92,19 +92,19 @@ class RankLauncher : public Launcher {
     }
     virtual const Heap& heap() const = 0;
     virtual const std::vector<int>& ranks() const = 0;
-    // Of the rank that gave up first, as far as this process has heard; 0: none has.
+    // Returns the abort word of the first rank to give up that this process knows of; 0: none.
     virtual uint64_t aborted() const = 0;
     virtual const ControlBlock& report(size_t index) const = 0;
-    // Shows those of all ranks in reach.
+    // Calls `show` with the rank and control block of each rank in reach.
     virtual void show_ranks(const std::function<void(int, const ControlBlock&)>& show) = 0;
-    // [world] of nanoseconds: in the last call and in all.
+    // Returns [world] nanoseconds of waiting for each rank: in the last call, and in all calls.
     virtual std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const = 0;
     virtual void abort(Outcome outcome, const std::string& reason) = 0;
 
-    // On the host: whether the last launch did all its work, and the seconds inside launches.
+    // For the host only: whether the last launch finished all its work, and seconds in launches.
     virtual bool finished() const { return false; }
     virtual double seconds() const { return 0; }
-    // On a GPU: see CudaGroup.
+    // For a GPU only: see CudaGroup.
     virtual void listen() {}
     virtual void drain() {}
     virtual void note_capture(void*) {}
@@ -137,7 +137,7 @@ class LowLatencyLauncher : public Launcher {
     }
     virtual const LowLatencyHeap& heap() const = 0;
     virtual const std::vector<int>& ranks() const = 0;
-    virtual int warps() const = 0;  // of a launch
+    virtual int warps() const = 0;  // warps of a launch
 
   private:
     template <class Args>

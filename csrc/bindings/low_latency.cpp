@@ -33,7 +33,7 @@ void bind_low_latency_heap(py::module_& m) {
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {
                 const LowLatencyLayout layout{heap, topk, warps, nullptr};
-                const size_t calls = (layout.size() + 1) / 2 * 2;  // of 8 bytes each
+                const size_t calls = (layout.size() + 1) / 2 * 2;  // aligned to 8 bytes
                 py::dict offsets;
                 offsets["size"] = calls + 4;
                 offsets["dispatch_call"] = calls;

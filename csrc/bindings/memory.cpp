@@ -40,7 +40,7 @@ void release(DLManagedTensor* managed) {
     delete static_cast<Bytes*>(managed->context);
 }
 
-// A capsule that nobody consumed still owns its memory.
+// Frees the memory of a capsule that was not consumed: a consumer renames it and owns the memory.
 void release_capsule(PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     release(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));

@@ -4,7 +4,7 @@
 
 namespace ep {
 
-// Each binds what its file names.
+// The bindings of _C. Each function is defined in the file of its name.
 void bind_heaps(pybind11::module_& m);
 void bind_host_launcher(pybind11::module_& m);
 void bind_launcher(pybind11::module_& m);
@@ -14,7 +14,7 @@ void bind_network_load(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_router(pybind11::module_& m);
 void bind_verbs(pybind11::module_& m);
-// With CUDA.
+// These two exist only in builds with CUDA.
 void bind_cuda(pybind11::module_& m);
 void bind_queue(pybind11::module_& m);
 

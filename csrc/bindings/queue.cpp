@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-using Memories = std::vector<DeviceMemory*>;  // of the ranks of a node, by local rank
+using Memories = std::vector<DeviceMemory*>;  // heaps of a node's ranks, by local rank
 
 std::unique_ptr<SoftwareNic> make_nic_of_gpu(int rank, const PinnedReport& report,
                                              const std::vector<Segment*>& mirrors,

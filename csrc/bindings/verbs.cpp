@@ -24,7 +24,7 @@ void bind_verbs(py::module_& m) {
         .def_readonly("is_ethernet", &Port::is_ethernet)
         .def_readonly("address", &Port::address)
         .def_readonly("lacks", &Port::lacks);
-    // Of libmlx5; none: null.
+    // Loads libmlx5; null without its path.
     const auto load_mlx5 = [](const std::optional<std::string>& library) {
         return library ? verbs::Mlx5::load(*library) : nullptr;
     };

@@ -49,7 +49,7 @@ std::unique_ptr<NcclHeap> make_heap(const py::bytes& unique_id, const AnyHeap& h
     return std::make_unique<NcclHeap>(id, NcclNeeds::of(heap), rank, device, timeout);
 }
 
-// For heaps of either mode.
+// Binds `kept` and the constructor for the heap of one mode.
 template <class AnyHeap>
 void bind_heap(py::module_& m, py::class_<NcclHeap>& memory) {
     m.def("kept", &kept<AnyHeap>, py::kw_only(), py::arg("heap"), py::arg("rank"),
@@ -65,7 +65,7 @@ void bind_heap(py::module_& m, py::class_<NcclHeap>& memory) {
 
 PYBIND11_MODULE(_nccl, m) {
     using namespace ep;
-    py::module_::import("megatron_ep._C");  // has the types of the arguments
+    py::module_::import("megatron_ep._C");  // binds the types of the arguments
     m.doc() =
         "The CUDA backend over NCCL's device API. Its library must have been loaded before: see "
         "megatron_ep.fabrics.choice.";

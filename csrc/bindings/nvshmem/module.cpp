@@ -37,7 +37,7 @@ std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
 
 PYBIND11_MODULE(_nvshmem, m) {
     using namespace ep;
-    py::module_::import("megatron_ep._C");  // has the types of the arguments
+    py::module_::import("megatron_ep._C");  // binds the types of the arguments
     m.doc() =
         "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
         "megatron_ep.fabrics.choice.";

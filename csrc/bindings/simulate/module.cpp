@@ -111,7 +111,7 @@ py::dict describe(const VirtualPhase& phase) {
     return d;
 }
 
-// Runs a phase without the GIL; Ctrl-C ends it.
+// Runs a phase without the GIL, and calls `look` with it. Ctrl-C ends the phase.
 template <class Run>
 py::dict run(const Look& look, Run&& phase) {
     VirtualPhase done;
@@ -132,7 +132,7 @@ void set(T& value, const py::dict& values, const char* name) {
     value = values[name].cast<T>();
 }
 
-// What the cases of all modes have.
+// Sets the settings that both modes share.
 void set_case(VirtualCase& c, const py::dict& settings) {
     set(c.topology.nodes, settings, "nodes");
     set(c.topology.ranks_per_node, settings, "ranks_per_node");
@@ -192,7 +192,7 @@ std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
     return ids;
 }
 
-// A phase and what it may end in, which all modes have.
+// Bind a phase, and what shows its failures, for either mode.
 template <class Mode>
 void add_phase(py::class_<Mode>& mode, const char* name, VirtualPhase (Mode::*phase)(const Look&)) {
     mode.def(

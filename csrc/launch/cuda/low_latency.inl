@@ -68,9 +68,8 @@ int CudaLowLatency<P>::warps() const {
     return blocks_ * kBlockWarps;
 }
 
-// Calls run.operator()<kLaunches>() for each launch. as_one: both halves in one launch, only if
-// this process has one rank: of several, which are launched in turn, the first would wait for the
-// second.
+// Calls run.operator()<kLaunches>() for each launch. as_one: puts both halves in one launch, for a
+// process with one rank. Ranks are launched in turn, so a first one would wait for the second.
 template <class Run>
 void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     using enum LowLatencyLaunches;

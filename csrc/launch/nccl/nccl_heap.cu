@@ -102,8 +102,7 @@ struct NcclHeap::Connection {
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
         config.commName = "megatron_ep";
-        // The communicator runs no collectives, so NCCL should reserve as little for them as it
-        // can.
+        // The communicator runs no collectives, so NCCL should reserve little for them.
         config.minCTAs = config.maxCTAs = 1;
         setup.finish(ncclCommInitRankConfig(&comm, world, parse(id), rank, &config),
                      "ncclCommInitRankConfig");

@@ -25,8 +25,7 @@ std::mutex setup;
 std::optional<NvshmemRanks> ranks_served;
 int device_used;
 
-// This call, which is not public, is what nvshmemx_init_attr does before it calls exit(-1) on
-// failure.
+// nvshmemx_init_attr makes this call, which is not public, and calls exit(-1) if it fails.
 static_assert(NVSHMEM_VENDOR_MAJOR_VERSION == 3 && NVSHMEM_VENDOR_MINOR_VERSION >= 4,
               "the nvshmem fabric is made for NVSHMEM 3, from 3.4 on: MEGATRON_EP_NVSHMEM=0 builds "
               "without it");
