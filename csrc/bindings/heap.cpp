@@ -107,8 +107,7 @@ Layout layout_in(const Heap& heap, int num_tokens, int topk, int32_t* data = nul
     return {heap.topology, num_tokens, topk, heap.num_experts, heap.channels, data};
 }
 
-// Binds a handle's layout: its size and the offsets of its parts in int32, and filling one by a
-// plan.
+// Binds a handle's layout: its size and the offsets of its parts in int32, and the plan's filling.
 void bind_layout(py::class_<Heap>& bound) {
     const auto offset = [&bound](const char* name, auto&& begin, const char* doc) {
         bound.def(

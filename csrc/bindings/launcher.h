@@ -78,7 +78,7 @@ class Launcher {
     virtual void reset() = 0;
 };
 
-// Launches the normal mode, and shows and ends failures of a buffer's launches. Functions that only
+// Launches the normal mode, and reports failures of all of a buffer's launches. Functions that only
 // a GPU needs do nothing on the host.
 class RankLauncher : public Launcher {
   public:

@@ -54,7 +54,7 @@ class CudaGroup {
                                                 const std::function<void()>& idle,
                                                 const std::vector<DispatchArgs>& ahead = {});
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
-    // Launches notify and dispatch without waiting for the counts; one kernel if there is one node.
+    // Launches notify and dispatch without waiting for the counts, as one kernel where possible.
     void fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
@@ -80,8 +80,7 @@ class CudaGroup {
     // its abort word. If several processes abort at the same time, the last word stays.
     // Thread-safe.
     void abort(Outcome outcome, const std::string& reason);
-    // Returns [world] nanoseconds that the rank has waited for each other: in the last call, and in
-    // all calls. See Heap::waited.
+    // [world] nanoseconds of waiting in the last call, and in all calls: see Heap::waited.
     std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
     // Returns copies of the control blocks of the ranks in reach, from first_in_reach() on.
     std::vector<ControlBlock> control_blocks() const;

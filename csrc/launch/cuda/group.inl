@@ -16,6 +16,7 @@
 #include "launch/cuda/load.h"
 #include "protocol/notify.h"
 
+// CudaGroup's definitions but for combine's kernels, which combine.inl launches.
 namespace ep {
 namespace {
 

@@ -7,6 +7,7 @@
 #include "launch/cuda/low_latency.h"
 #include "launch/cuda/low_latency_kernels.h"
 
+// CudaLowLatency's definitions but for combine's, which are in low_latency_combine.inl.
 namespace ep {
 namespace {
 

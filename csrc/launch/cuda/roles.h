@@ -3,6 +3,7 @@
 #include "core/function.h"
 #include "core/topology.h"
 
+// How the warps of a launch are divided among channels and roles, on GPUs and in the simulation.
 namespace ep {
 
 constexpr int kBlockThreads = 512;

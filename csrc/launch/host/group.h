@@ -63,8 +63,7 @@ class HostGroup {
     std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
     // Ends all waits of all ranks. The first reason since the last reset stays.
     void abort(Outcome outcome, const std::string& reason);
-    // Restores the state of a new buffer. No rank may be in a launch, and none may launch before
-    // all have reset.
+    // Restores the state of a new buffer. No rank may be in a launch until all have reset.
     void reset();
 
   private:

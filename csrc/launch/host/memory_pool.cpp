@@ -14,7 +14,7 @@ MemoryPool& MemoryPool::instance() {
 }
 
 void* MemoryPool::allocate(size_t bytes) {
-    // Sizes are rounded up by at most an eighth, so that similar outputs can use the same block.
+    // Sizes are rounded up, by an eighth or a page at most, so that similar ones can share a block.
     const size_t step = std::max<size_t>(4096, std::bit_floor(bytes) / 8);
     const size_t size = (bytes + step - 1) / step * step;
     const std::lock_guard lock(mutex_);

@@ -3,6 +3,7 @@
 #include "exec/device/ptx.h"
 #include "fabric/nccl/nccl_fabric.h"
 
+// The kernel that waits for the NCCL signals that are under way and zeroes all of them.
 namespace ep {
 
 // Returns the signal that carries the total sent to a flag, plus 1: so 0 means that the total has
@@ -37,9 +38,9 @@ __device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, int 
     return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;
 }
 
-// Waits for all signals and zeroes them, in one warp. Signals arrive in any order, so none marks
-// the end: each rank sends its totals, and the receiver waits until it has as much. No rank may
-// send before all are done. Sets *absent to 1 + the rank whose signals did not come in time.
+// Runs in one warp. Signals arrive in any order, so none marks the end: each rank sends its totals,
+// and the receiver waits until it has as much. No rank may send before all are done. Sets *absent
+// to 1 + the rank whose signals did not come in time.
 static __global__ void reset_signals_kernel(const __grid_constant__ NcclFabricParams params,
                                             int rank, uint64_t timeout_ns) {
     const NetworkFlags& flags = params.flags;

@@ -51,8 +51,7 @@ class NvshmemHeap {
     // Does for an unused heap what release() does.
     static void release_left(int number);
 
-    // Keeps the memory for later heaps of this size, because freeing is collective and a rank may
-    // end alone.
+    // Keeps the memory for later heaps: a rank may end alone, but freeing is collective.
     ~NvshmemHeap();
     NvshmemHeap(const NvshmemHeap&) = delete;
 
