@@ -1,4 +1,4 @@
-"""Checkpoints from which a run continues bit for bit: one directory a step, one file a rank."""
+"""Checkpoints from which a run continues with identical results: a directory per step, with a file per rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from megatron_ep.training.data import Corpus
 from megatron_ep.training.recipe import Recipe
 
 FREE_TO_CHANGE = ("train.train_iters", "train.distributed_timeout", "dataset.path")
-DEVICE = "train.device"  # may change too, but decides which random states there are
+DEVICE = "train.device"  # may change, but random states exist for the old device only
 FREE_SECTIONS = ("dispatcher", "checkpoint", "logger")
 
 
 class Checkpoints:
     """Saves and restores everything a step depends on: weights, expert bias, AdamW, schedule, random states, step.
 
-    The data order needs no state, see `data.Samples`; the corpus is held to its fingerprint. A run may change
-    train.device: it goes on with the same weights in the other device's arithmetic, and with random states as fresh as
-    its seed.
+    The data order needs no state, see `data.Samples`; the fingerprint of the corpus must be equal. If a run changes
+    train.device, it continues with the same weights, and with new random states from its seed.
 
     Raises (`load`):
-        ValueError: no checkpoint, or one of another model, schedule, topology or corpus; names what differs.
+        ValueError: no checkpoint, or one of another model, schedule, topology or corpus; names the differences.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class Checkpoints:
         self._on_gpu = recipe.train.device == "cuda"
 
     def save(self, step: int) -> None:
-        """Writes step_N; collective. The directory gets its name when all ranks' files are complete. Raises OSError on
-        all ranks, and leaves nothing of it, when one cannot write."""
+        """Writes step_N. Collective. The directory gets its name when the files of all ranks are complete. If a rank
+        cannot write, raises OSError on all ranks and removes the files."""
         complete = self._directory / f"step_{step:08d}"
         partial = complete.with_suffix(".partial")
         state = {
@@ -120,12 +119,12 @@ class Checkpoints:
 
 
 def _on_all_ranks(step: Callable[[], None], path: Path) -> None:
-    """Runs a step that fails on all ranks if it does on one: then raises OSError, which names the path. Collective."""
+    """Runs a step on all ranks. Collective. If it fails on a rank, raises OSError with the path on all."""
     failure: BaseException | None = None
     number = 0
     try:
         step()
-    except (OSError, RuntimeError) as error:  # torch makes RuntimeError of what a file raises
+    except (OSError, RuntimeError) as error:  # torch converts errors of files to RuntimeError
         failure = error
         while failure is not None and not isinstance(failure, OSError):
             failure = failure.__context__
@@ -139,7 +138,8 @@ def _on_all_ranks(step: Callable[[], None], path: Path) -> None:
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:
-    """What must be equal for a run to continue another: the recipe's keys, flat, but those that leave steps alike."""
+    """Returns what must be equal if a run continues another: the recipe's flat keys, except those that do not affect
+    steps."""
     flat = {
         f"{section}.{key}": value
         for section, keys in recipe.model_dump().items()

@@ -1,4 +1,4 @@
-"""Text to training samples: bytes and an end after each document, in batches that depend on the step alone."""
+"""Training samples from text: bytes, with an end token after each document, in batches that depend only on the step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ VOCAB_SIZE = END_OF_DOCUMENT + 1
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens.
+    """The tokens of a text.
 
     tokens: uint16 [N].
     fingerprint: SHA-256 of the tokens, hexadecimal.
-    unigram_entropy: entropy of the token frequencies, nats a token: the loss of a model that knows only them.
+    unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that knows only them.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Corpus:
 
 
 def read(path: str | None) -> Corpus:
-    """The file at `path`, UTF-8, or the corpus that ships with Python.
+    """Reads a UTF-8 file, or with None the corpus that ships with Python.
 
     Raises:
-        ValueError: the file cannot be read or is empty, or this Python comes without the default corpus.
+        ValueError: the file cannot be read or is empty, or this Python has no default corpus.
     """
     parts = [np.append(np.frombuffer(text, np.uint8), np.uint16(END_OF_DOCUMENT)) for text in _documents(path)]
     tokens = np.concatenate(parts)
@@ -73,16 +73,16 @@ def _documents(path: str | None) -> Iterator[bytes]:
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Entropy of a histogram in nats: -sum p log p over p = counts / sum(counts), zero counts left out."""
+    """Returns the entropy of a histogram in nats: -sum p log p with p = counts / sum(counts), omitting zero counts."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 
 def prepare(recipe: Recipe) -> Corpus:
-    """The recipe's corpus, which every rank reads. Collective.
+    """Returns the recipe's corpus, which every rank reads. Collective.
 
     Raises:
-        ValueError: on all ranks alike: as `read`, or ranks have read different texts.
+        ValueError: on all ranks: see `read`, or ranks have read different texts.
     """
     corpus, fault = None, ""
     try:
@@ -101,10 +101,9 @@ def prepare(recipe: Recipe) -> Corpus:
 
 
 class Samples:
-    """Batches as a function of the step alone: the same for every run length and dispatcher, and after a resume.
+    """Batches that depend only on the step: equal for every run length and dispatcher, and after a resume.
 
-    Each epoch has all sequences of the corpus in an order by seed and epoch; its last, incomplete global batch is left
-    out.
+    Each epoch has all sequences of the corpus in an order by seed and epoch, without an incomplete last global batch.
 
     Raises:
         ValueError: the corpus has fewer tokens than a global batch.
@@ -122,9 +121,9 @@ class Samples:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def batch(self, step: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """tokens, labels [B, S] int64 and loss_mask [B, S] fp32 for this rank; B micro_batch_size, S seq_length.
+        """Returns tokens, labels [B, S] int64 and loss_mask [B, S] fp32 of this rank; B micro_batch_size, S seq_length.
 
-        With dataset.packed also cu_seqlens, int32 [documents + 1]: where they begin, and the end of the last.
+        With dataset.packed also cu_seqlens, int32 [documents + 1]: the start of each, and the end of the last.
         """
         train, length = self._recipe.train, self._recipe.dataset.seq_length
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -142,7 +141,7 @@ class Samples:
 
 
 def document_bounds(tokens: torch.Tensor) -> torch.Tensor:
-    """int32 [documents + 1]: an end-of-document token is the last of its document."""
+    """Returns int32 [documents + 1], the bounds of documents, each of which ends with an end-of-document token."""
     ends = (tokens == END_OF_DOCUMENT).nonzero()[:, 0] + 1
     bounds = [0, *ends.tolist(), len(tokens)]
     return torch.tensor(bounds if len(bounds) < 3 or bounds[-1] != bounds[-2] else bounds[:-1], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""How ranks come to life on this machine.
+"""Launches the ranks of a run on this machine.
 
-`megatron-ep train` is both the parent and the rank. Run by hand it starts one process a rank with torch's elastic
-launcher, each running the same command; a rank finds RANK and WORLD_SIZE (torchrun's variables) and trains.
+`megatron-ep train` is both parent and rank. The parent starts a process per rank with torch's elastic launcher, each
+with the same command; a process with RANK and WORLD_SIZE (torchrun's variables) in its environment is a rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-MISTAKE = 2  # the exit status of a rank that has found the user's
+MISTAKE = 2  # exit status of a rank that found a mistake of the user
 
 
 class LaunchError(RuntimeError):
-    """A rank failed; the message names it, says why, and where its log lies. Or, with the status MISTAKE, only why.
+    """A rank failed. The message has the rank, the reason and its log file; with the status MISTAKE only the reason.
 
-    status: what the rank ended with.
+    status: exit status of the rank.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -32,7 +32,7 @@ class LaunchError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal ended the run; every rank has been stopped. `signal` is its number."""
+    """A signal ended the run, and all ranks have been stopped. signal: its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -40,7 +40,7 @@ class Interrupted(Exception):
 
 
 def die_with_parent() -> None:
-    """Makes this rank end at once on Ctrl-C, without a Python traceback, and with the launcher, even a killed one."""
+    """Makes this rank end on Ctrl-C without a Python traceback, and when the launcher ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -49,7 +49,7 @@ def die_with_parent() -> None:
 def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per_rank: int) -> None:
     """Runs `megatron-ep ARGUMENTS` as `world_size` ranks on this machine and waits until all have ended.
 
-    Rank 0 keeps the terminal; what the others print, and everyone's stderr, goes to files below `log_dir`.
+    Rank 0 keeps the terminal. Output of the other ranks, and stderr of all, is written to files below `log_dir`.
 
     Raises:
         OSError: the log directory cannot be made.
@@ -61,7 +61,7 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     class Logs(DefaultLogsSpecs):
-        """What ranks tell of their errors lies in memory: the disk of the logs may be full."""
+        """Logs whose error files are in memory, because the disk of the logs may be full."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> Any:
             places = super().reify(envs)
@@ -69,10 +69,10 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
                 places.error_files[rank] = variables["TORCHELASTIC_ERROR_FILE"] = f"{errors}/{rank}.json"
             return places
 
-    logging.disable(logging.ERROR)  # the elastic agent's account of the end: the caller gives a shorter one
+    logging.disable(logging.ERROR)  # hides the elastic agent's report, because the caller prints a shorter one
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine need no host name that resolves
     log_dir.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
         min_nodes=1,
@@ -98,9 +98,9 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
 
 
 def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:
-    """Names the first failure; a rank killed from outside comes before those that then missed it.
+    """Returns the error for the first failure. A rank that was killed precedes those that then failed without it.
 
-    failures: torch's ProcessFailure by rank. Its own time stamps count whole seconds, so files' times decide.
+    failures: torch's ProcessFailure by rank. The times of files decide, because its time stamps are whole seconds.
     """
 
     def order(item: tuple[int, Any]) -> tuple[bool, float]:
@@ -118,7 +118,7 @@ def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:
         reason = f"killed by {signal.Signals(-failure.exitcode).name}"
     else:
         reason = f"exit code {failure.exitcode}" + (f", {said[-1]}" if said else "")
-    # A rank that has reported its ValueError may be stopped for another's before it ends with the status of its own.
+    # A rank that has reported a ValueError may be stopped because of another rank before it exits with MISTAKE.
     if failure.exitcode == MISTAKE or reason.startswith("ValueError: "):
         return LaunchError(reason.removeprefix("ValueError: "), MISTAKE)
     text = f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")

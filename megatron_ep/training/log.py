@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress line and loss.csv. Rank 0 alone."""
+"""The output of a run: a progress line and loss.csv. Only rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_ep.training.data import Corpus
 from megatron_ep.training.recipe import Recipe
 
-LAST = 10  # steps that the summary averages
+LAST = 10  # number of steps that the summary averages
 
 
 @dataclass(frozen=True)
 class Row:
     """A line of loss.csv.
 
-    step: counted from 1. loss: cross-entropy, nats a token, mean over the global batch. tokens_per_second: all ranks
-    together. lr: used in this step. grad_norm: before clipping. seconds: of the step. memory_gib: the most so far of
-    rank 0: on a GPU what torch has allocated, on the host what its process has resident.
+    step: number from 1. loss: mean cross-entropy of the global batch, nats per token. tokens_per_second: of all ranks
+    together. lr: learning rate of this step. grad_norm: norm before clipping. seconds: duration of the step.
+    memory_gib: peak memory of rank 0 so far: allocated by torch on a GPU, resident on the host.
     """
 
     step: int
@@ -42,11 +42,11 @@ class Row:
 
 
 class TrainLog:
-    """Use as a context manager around the steps; `write` once a step, `finish` at the end.
+    """The log of a run, a context manager around its steps. Call `write` after each step, and `finish` at the end.
 
     Args:
-        out: directory for loss.csv, created if need be.
-        first_step: steps already done; rows of loss.csv up to there are kept, later ones dropped.
+        out: directory for loss.csv, created if necessary.
+        first_step: number of steps already done; rows of loss.csv up to it are kept, later ones removed.
     """
 
     def __init__(self, out: Path, recipe: Recipe, corpus: Corpus, parameters: int, first_step: int) -> None:
@@ -77,14 +77,14 @@ class TrainLog:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        with contextlib.suppress(OSError):  # that `write` has raised
+        with contextlib.suppress(OSError):  # `write` has raised it already
             self._file.close()
         if self._board is not None:
             self._board.close()
 
     def write(self, row: Row, slowest: Callable[[], str]) -> None:
-        """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen; there with
-        what `slowest` says of the peer that was waited for longest."""
+        """Writes a step to the file, the progress line and, every log_interval steps, the screen. slowest: returns a
+        text about the peer that this rank waited for longest, for the screen."""
         self._rows.append(row)
         with _named(self._out / "loss.csv"):
             self._csv.writerow(asdict(row))
@@ -108,7 +108,7 @@ class TrainLog:
         )
 
     def _to_board(self, board: Any, row: Row) -> None:
-        """Writes with the names and at the steps of Megatron-LM's training_log."""
+        """Writes to TensorBoard with the names and at the steps of Megatron-LM's training_log."""
         samples = row.step * self._recipe.train.global_batch_size
         for name, value in {
             "lm loss": row.loss,
@@ -136,7 +136,7 @@ class TrainLog:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An OSError inside names the file: a write's own does not."""
+    """Adds the path to an OSError of the block, because errors of writes have none."""
     try:
         yield
     except OSError as error:
@@ -155,7 +155,7 @@ def _read(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut short
+        lines = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be incomplete
     names = [field.name for field in fields(Row) if field.name != "step"]
-    # a run of an earlier version has fewer columns
+    # Files of earlier versions have fewer columns.
     return [Row(int(line["step"]), **{name: float(line.get(name, "nan")) for name in names}) for line in lines]

@@ -27,16 +27,16 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     """Trains the recipe's model as rank RANK of WORLD_SIZE (torchrun's variables) and returns after the last step.
 
     Args:
-        recipe: the same on every rank.
+        recipe: the recipe, equal on all ranks.
         out: a directory that all ranks share; receives loss.csv and checkpoints/.
-        resume: continue from the latest checkpoint in `out`.
+        resume: whether to continue from the latest checkpoint in `out`.
 
     Raises:
-        ValueError: corpus or checkpoint do not fit the recipe.
+        ValueError: corpus or checkpoint do not match the recipe.
         megatron_ep.EPError: the dispatcher gave up waiting for another rank, or another rank gave up.
     """
     torch.set_num_threads(recipe.train.threads_per_rank)
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it would use if Transformer Engine were here
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # warnings about a missing Transformer Engine
     (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
     _join(datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
@@ -56,7 +56,7 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
 
 
 def _join(timeout: datetime.timedelta) -> None:
-    """Makes the default group. Its store is this attempt's: gloo would meet the addresses of ranks that are gone."""
+    """Creates the default group in a store of this attempt, because gloo would find addresses of ended ranks."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     name = agreed_name(dist.PrefixStore("megatron_ep", store), rank, world_size, timeout)
     store = dist.PrefixStore(name, store)
@@ -71,7 +71,7 @@ def _initialize_megatron(recipe: Recipe) -> None:
         expert_model_parallel_size=recipe.topology.world_size,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=recipe.train.distributed_timeout / 60,
-        create_gloo_process_groups=False,  # the default groups are gloo already
+        create_gloo_process_groups=False,  # the default groups use gloo already
     )
     torch.manual_seed(recipe.train.seed)
     model_parallel_cuda_manual_seed(recipe.train.seed)
@@ -128,7 +128,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
 def _train_step(
     recipe: Recipe, model: Any, optimizer: Any, scheduler: Any, samples: Samples, step: int
 ) -> tuple[float, float]:
-    """The loss, a mean over all ranks, and the norm of the gradients."""
+    """Runs a step. Returns the mean loss of all ranks, and the norm of the gradients."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_ep.megatron import routing_trace
@@ -153,7 +153,7 @@ def _train_step(
 
 
 class _SlowestPeer:
-    """Says which rank this one waited for longest since it was last asked."""
+    """Names the rank that this one waited for longest since the last call."""
 
     def __init__(self) -> None:
         self._before: torch.Tensor | int = 0
@@ -162,7 +162,7 @@ class _SlowestPeer:
         from megatron_ep.megatron.shared_buffers import wait_ns
 
         total = wait_ns()
-        if total is None:  # another dispatcher than ours
+        if total is None:  # another dispatcher has no buffers
             return ""
         waits, self._before = total - self._before, total
         if not waits.sum():
@@ -177,7 +177,7 @@ def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[d
 
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward_step_func: per-token losses [B, S], and the function that makes them one."""
+    """Megatron's forward_step_func: returns losses [B, S] of tokens, and the function that averages them."""
     from megatron_ep.megatron.attention import packed_sequences
 
     batch = next(batches)
@@ -193,27 +193,27 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
     def reduce(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = batch["loss_mask"]
         loss = (output.float() * mask).sum() / mask.sum()
-        return loss, loss.detach().clone()  # the schedule divides loss itself by the number of microbatches
+        return loss, loss.detach().clone()  # the schedule divides it by the number of microbatches
 
     return losses, reduce
 
 
 def _max_memory(device: str) -> int:
-    """Bytes: see `log.Row`."""
+    """Returns the peak memory in bytes, see `log.Row`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _mean(losses: torch.Tensor) -> float:
-    """Mean over microbatches and ranks."""
+    """Returns the mean over microbatches and ranks."""
     total = losses.double().mean().cpu()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def _count_parameters(model: torch.nn.Module) -> int:
-    """Parameters of the whole model: experts from every rank, the rest once."""
+    """Returns the number of parameters of the whole model: experts of every rank, all others once."""
     experts = sum(p.numel() for p in model.parameters() if not getattr(p, "allreduce", True))
     shared = sum(p.numel() for p in model.parameters() if getattr(p, "allreduce", True))
     total = torch.tensor(experts)

@@ -1,4 +1,4 @@
-"""From a recipe to Megatron-Core's objects: the model in its DDP wrapper, the optimizer, the learning-rate schedule."""
+"""Builds Megatron-Core's objects from a recipe: the model in its DDP wrapper, optimizer, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
-    """The recipe's model section as Megatron-Core's configuration, fp32, without fused kernels.
+    """Returns the recipe's model section as Megatron-Core's config, in fp32, without fused kernels.
 
-    Dispatcher `ep` is declared to Megatron as alltoall, whose place in the layer it takes.
+    Declares alltoall to Megatron for the dispatcher `ep`, which replaces it in the layer.
     """
     model = recipe.model.model_dump(exclude_none=True, exclude={"rotary_base", "share_embeddings_and_output_weights"})
     model["activation_func"] = ACTIVATIONS[recipe.model.activation_func]
@@ -45,15 +45,15 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=False,
-        deterministic_mode=recipe.train.device == "cuda",  # on the host everything is
+        deterministic_mode=recipe.train.device == "cuda",  # the host always is deterministic
     )
 
 
 def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
-    """GPTModel from the local spec inside Megatron's DDP, gradients finalised by Megatron.
+    """Returns a GPTModel with the local spec in Megatron's DDP. Megatron finalises gradients.
 
-    Every rank initialises from the recipe's seed (experts from Megatron's expert-parallel stream), whatever the
-    dispatcher. Needs torch.distributed and Megatron's parallel state.
+    Every rank initialises from the recipe's seed (experts from Megatron's expert-parallel random state), with every
+    dispatcher alike. Needs torch.distributed and Megatron's parallel state.
     """
     config = transformer_config(recipe)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
@@ -83,7 +83,7 @@ def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
 def build_optimizer(
     recipe: Recipe, model: DistributedDataParallel
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Megatron's AdamW (decoupled weight decay, none on biases and norms) and its schedule, counted in steps."""
+    """Returns Megatron's AdamW (decoupled weight decay, none for biases and norms) and its schedule, in steps."""
     config = OptimizerConfig(optimizer="adam", **recipe.optimizer.model_dump())
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     scheduler = OptimizerParamScheduler(

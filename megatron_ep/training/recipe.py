@@ -1,8 +1,8 @@
-"""Recipes: one YAML file that says which model is trained, how, and on what.
+"""Recipes: a YAML file with the model, the training, the data and the topology.
 
 A recipe has the sections of Megatron-Bridge (model, train, optimizer, scheduler, ddp, dataset, tokenizer, checkpoint,
-logger) plus topology and dispatcher: `megatron_ep.training.sections`. Everything is checked when it is loaded, before
-any process starts.
+logger), topology and dispatcher: `megatron_ep.training.sections`. All values are checked on loading, before any process
+starts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Recipe(Section):
             "model.moe_shared_expert_overlap is true, must be false with dispatcher.type allgather",
         )
         factor = self.dispatcher.moe_expert_rank_capacity_factor
-        require(  # Megatron's experts of several a rank want their counts on the host
+        require(  # Megatron's experts read their counts on the host if a rank has several
             factor is None or self.dispatcher.type != "ep" or experts == world,
             f"dispatcher.moe_expert_rank_capacity_factor is {factor}, which needs one expert a rank, but "
             f"model.num_moe_experts is {experts} and the ranks are {world}, {shape}",
@@ -90,13 +90,13 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def find(name: str | Path) -> Path:
-    """The file of a recipe: a file of that name, or else the one that comes with megatron_ep (`tiny_moe_cpu`)."""
+    """Returns the path of a recipe: the file `name`, else a recipe of megatron_ep with that name (`tiny_moe_cpu`)."""
     own = RECIPES / f"{name}.yaml"
     return own if own.is_file() and not Path(name).exists() else Path(name)
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The sections of a recipe's file, unchecked. Raises ValueError: it cannot be read, or is no YAML of sections."""
+    """Returns the unchecked sections of a file. Raises ValueError if it cannot be read, or is no YAML of sections."""
     try:
         tree = yaml.load(find(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -115,12 +115,12 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Any = Recipe) 
     """Reads and checks a recipe.
 
     Args:
-        path: a YAML file, or the name of one that comes with megatron_ep (`tiny_moe_cpu`).
-        overrides: "section.key=value" strings, the value in YAML, applied in order before the check.
-        schema: what it is checked against and returned as.
+        path: a YAML file, or the name of a recipe of megatron_ep (`tiny_moe_cpu`).
+        overrides: "section.key=value" strings, with values in YAML, applied in order before the check.
+        schema: class that it is checked against and returned as.
 
     Raises:
-        ValueError: the file cannot be read, is not YAML, or a key or value is wrong; one line a fault.
+        ValueError: the file cannot be read, is not YAML, or a key or value is wrong, with a line per fault.
     """
     tree = read(path)
     for override in overrides:
@@ -133,7 +133,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Any = Recipe) 
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as written today: 1e-4 is a number (YAML 1.1 wants 1.0e-4), a repeated key is an error."""
+    """A loader for which 1e-4 is a number (YAML 1.1 requires 1.0e-4), and a repeated key an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -179,6 +179,6 @@ def _explain(fault: Any, schema: Any) -> str:
         return f"{where}: unknown key; {hint}"
     if fault["type"] == "missing":
         return f"{where}: missing"
-    if fault["type"] == "value_error":  # a relation between values, raised by require
+    if fault["type"] == "value_error":  # `require` raised it for a relation between values
         return f"{where + ': ' if where else ''}{fault['ctx']['error']}"
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"

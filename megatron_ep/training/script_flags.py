@@ -1,4 +1,4 @@
-"""A recipe of a real model in the words of launchers: flags, environment, a torchrun line, a Slurm script."""
+"""Converts a recipe of a real model for launchers: flags, environment, a torchrun line, a Slurm script."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_ep.megatron.options import NAMES
 from megatron_ep.training.script_recipe import ScriptRecipe
 from megatron_ep.training.sections import Section
 
-# Where a flag of pretrain_gpt.py has another name than the field of Megatron's TransformerConfig.
+# Flags of pretrain_gpt.py whose names differ from the fields of Megatron's TransformerConfig.
 RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
 SPECIAL = {"activation_func", "gated_linear_unit", "add_bias_linear", "share_embeddings_and_output_weights"}
 
 
 def flags(recipe: ScriptRecipe) -> list[str]:
-    """Arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. What chooses the dispatcher are flags of
-    megatron_ep.pretrain (`ep_flags`)."""
+    """Returns the arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. Flags of megatron_ep.pretrain choose
+    the dispatcher (`ep_flags`)."""
     words: list[str] = []
     model = recipe.model
     sections: tuple[Section, ...] = (
@@ -44,7 +44,7 @@ def flags(recipe: ScriptRecipe) -> list[str]:
 
 
 def ep_flags(recipe: ScriptRecipe) -> list[str]:
-    """Options of `megatron_ep.pretrain`, without the script."""
+    """Returns the options of `megatron_ep.pretrain`, without the script."""
     if recipe.dispatcher.type != "ep":
         raise ValueError(
             f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this project"
@@ -61,9 +61,9 @@ def ep_flags(recipe: ScriptRecipe) -> list[str]:
 
 
 def environment(recipe: ScriptRecipe) -> dict[str, str]:
-    """Variables of every rank; the recipe's own section comes last."""
+    """Returns the environment variables of every rank. The recipe's section takes precedence."""
     overlap = recipe.parallel.overlap_moe_expert_parallel_comm
-    # One hardware queue keeps Megatron's TP overlap in order; 1F1B overlap needs streams that really are several.
+    # Megatron's TP overlap needs one hardware queue for its order; 1F1B overlap needs streams that run in parallel.
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32" if overlap else "1"}
     margins = {"NVTE_FWD_LAYERNORM_SM_MARGIN": "24", "NVTE_BWD_LAYERNORM_SM_MARGIN": "24"} if overlap else {}
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -71,12 +71,12 @@ def environment(recipe: ScriptRecipe) -> dict[str, str]:
 
 
 def command(recipe: ScriptRecipe, script: str) -> list[str]:
-    """What one rank runs after the interpreter: -m megatron_ep.pretrain ... SCRIPT ARGS."""
+    """Returns the arguments of a rank's interpreter: -m megatron_ep.pretrain ... SCRIPT ARGS."""
     return ["-m", "megatron_ep.pretrain", *ep_flags(recipe), script, *flags(recipe)]
 
 
 def torchrun(recipe: ScriptRecipe, script: str = "$MEGATRON_LM/pretrain_gpt.py") -> str:
-    """A line for the shell of every node; of several nodes, MASTER_ADDR names the first."""
+    """Returns a shell command for every node. With several nodes, MASTER_ADDR is the address of the first."""
     nodes, ranks = recipe.topology.nodes, recipe.topology.ranks_per_node
     words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if nodes == 1:
@@ -88,7 +88,8 @@ def torchrun(recipe: ScriptRecipe, script: str = "$MEGATRON_LM/pretrain_gpt.py")
 
 
 def sbatch(recipe: ScriptRecipe, name: str, script: str = "$MEGATRON_LM/pretrain_gpt.py") -> str:
-    """A Slurm batch script: a task a GPU, requeued when a node fails; continues from the recipe's checkpoint.load."""
+    """Returns a Slurm batch script with a task per GPU, requeued if a node fails, which continues from the recipe's
+    checkpoint.load."""
     exports = "\n".join(f"export {key}={shlex.quote(value)}" for key, value in environment(recipe).items())
     body = broken(map(_quoted, ["srun", "--kill-on-bad-exit=1", "python", *command(recipe, script)]))
     return f"""#!/bin/bash
@@ -133,7 +134,7 @@ def _quoted(word: str) -> str:
 
 
 def broken(words: Any) -> str:
-    """One command over lines, a flag with its values on each."""
+    """Returns a command broken into lines, with one flag and its values on each."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or word == "-m" or not lines:

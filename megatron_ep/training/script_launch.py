@@ -1,4 +1,4 @@
-"""`megatron-ep train` of a recipe with a section `parallel`: Megatron-LM's pretrain_gpt.py through
+"""`megatron-ep train` for a recipe with a section `parallel`: runs Megatron-LM's pretrain_gpt.py through
 megatron_ep.pretrain."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ VARIABLE = "MEGATRON_LM"
 
 
 def find_script(tree: str | None) -> Path:
-    """pretrain_gpt.py in this tree of Megatron-LM, or (None) in the one that MEGATRON_LM names.
+    """Returns the path of pretrain_gpt.py in a tree of Megatron-LM. tree: None uses the variable MEGATRON_LM.
 
     Raises:
-        ValueError: none is named, or it is not there.
+        ValueError: no tree is given, or it has no pretrain_gpt.py.
     """
     tree = tree or os.environ.get(VARIABLE)
     if not tree:
@@ -30,16 +30,16 @@ def find_script(tree: str | None) -> Path:
 
 
 def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
-    """Becomes the training: this process is replaced.
+    """Replaces this process by the training.
 
     Args:
-        recipe: the same on every rank.
+        recipe: the recipe, equal on all ranks.
         tree: see `find_script`.
         is_rank: whether torchrun or Slurm started this process as one of the ranks; otherwise it becomes a torchrun
             that starts them all on this machine.
 
     Raises:
-        ValueError: there is no script, or the ranks do not fit the recipe.
+        ValueError: there is no script, or the ranks do not match the recipe.
     """
     script = find_script(tree)
     words = script_flags.command(recipe, str(script))
@@ -57,6 +57,6 @@ def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
     else:
         ranks = str(topology.ranks_per_node)
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *words]
-    variables = script_flags.environment(recipe) | dict(os.environ)  # what is set already wins
+    variables = script_flags.environment(recipe) | dict(os.environ)  # variables of the user take precedence
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *words], variables)

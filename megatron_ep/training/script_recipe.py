@@ -1,7 +1,7 @@
-"""Recipes of real models: those with a section `parallel`, which Megatron-LM's own pretrain_gpt.py trains.
+"""Recipes of real models, with a section `parallel`, which Megatron-LM's pretrain_gpt.py trains.
 
-The file names layout, precision and architecture by Megatron's names; `script_flags` turns it into that script's flags,
-and `script_launch` runs it through `megatron_ep.pretrain`. Unknown keys are refused, as in the small recipes.
+Layout, precision and architecture have Megatron's names. `script_flags` converts a recipe to flags of the script, and
+`script_launch` runs it through `megatron_ep.pretrain`. Unknown keys are errors, as in the small recipes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ep.training.sections import (
 
 
 class Cluster(Section):
-    """The machines of a run: a process a GPU."""
+    """The machines of a run, which has a process per GPU."""
 
     nodes: Positive
     ranks_per_node: Positive
@@ -36,7 +36,7 @@ class Cluster(Section):
 
 
 class Verified(Section):
-    """What has been run, and the file in the repository that shows it."""
+    """The run that verified the recipe, and the file in the repository with its results."""
 
     on: Literal["cpu", "1 GPU", "2 GPUs", "4 GPUs", "not run"]
     results: str | None = None
@@ -48,7 +48,7 @@ class Verified(Section):
 
 
 class Parallel(Section):
-    """How the model is spread, by the names of Megatron-LM's flags."""
+    """The parallel layout of the model, with the names of Megatron-LM's flags."""
 
     tensor_model_parallel_size: Positive = 1
     sequence_parallel: bool = False
@@ -69,7 +69,7 @@ class Parallel(Section):
 
 
 class Precision(Section):
-    """Types of weights, moments and products."""
+    """Data types of weights, optimizer moments and matrix products."""
 
     bf16: bool = True
     fp8_format: Literal["e4m3", "hybrid"] | None = None
@@ -89,7 +89,7 @@ class Precision(Section):
 
 
 class ScriptModel(recipe.Model):
-    """The small recipes' model, and what real models have besides."""
+    """The model of small recipes, with further settings of real models."""
 
     vocab_size: Positive
     max_position_embeddings: Positive
@@ -130,7 +130,7 @@ class ScriptTrain(Section):
 class Data(Section):
     """Megatron's indexed datasets (.bin and .idx), or its mock data.
 
-    data_path: prefixes, or weights and prefixes in turn. split: of training, validation and test.
+    data_path: prefixes, or alternating weights and prefixes. split: shares of training, validation and test.
     """
 
     seq_length: Positive
@@ -207,10 +207,10 @@ class ScriptRecipe(Section):
 
 
 def is_script_recipe(path: str | Path) -> bool:
-    """Whether the file is a recipe for pretrain_gpt.py, by its section `parallel`. Raises ValueError as `load` does."""
+    """Returns whether a file is for pretrain_gpt.py, by its section `parallel`. Raises ValueError, see `load`."""
     return "parallel" in recipe.read(path)
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> ScriptRecipe:
-    """As `recipe.load`, for a recipe with a section `parallel`."""
+    """Loads a recipe with a section `parallel`, see `recipe.load`."""
     return recipe.load(path, overrides, ScriptRecipe)

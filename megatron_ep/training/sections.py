@@ -1,6 +1,6 @@
-"""The sections of a recipe. Keys of `model` carry the names of Megatron-Core's TransformerConfig.
+"""The sections of a recipe. Keys of `model` have the names of Megatron-Core's TransformerConfig.
 
-Each is checked when it is made: unknown keys, missing keys, types, and the relations between its values.
+Each section is checked when it is created: unknown keys, missing keys, types, and relations between its values.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def require(condition: bool, message: str) -> None:
 
 
 class Section(BaseModel):
-    """A part of a recipe: no unknown keys, no silent conversions, no changes after loading."""
+    """A section of a recipe, without unknown keys, silent conversions and changes after loading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Topology(Section):
-    """Ranks of the expert-parallel group; every rank is one process."""
+    """The ranks of the expert-parallel group, each a process."""
 
     nodes: Positive
     ranks_per_node: Positive
@@ -42,7 +42,7 @@ class Topology(Section):
 
 
 class Model(Section):
-    """Architecture, by the names of Megatron-Core's TransformerConfig."""
+    """The architecture, with the names of Megatron-Core's TransformerConfig."""
 
     num_layers: Positive
     hidden_size: Positive
@@ -62,10 +62,10 @@ class Model(Section):
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     recompute_granularity: Literal["full", "selective"] | None = None
-    # of selective
+    # for selective recomputation
     recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None  # of full
-    recompute_num_layers: Positive | None = None  # of full
+    recompute_method: Literal["uniform", "block"] | None = None  # for full recomputation
+    recompute_num_layers: Positive | None = None  # for full recomputation
 
     num_moe_experts: Positive
     moe_layer_freq: list[Literal[0, 1]] | Positive = 1
@@ -173,7 +173,7 @@ class Model(Section):
 class Train(Section):
     """Length, batch and process settings. Batch sizes count sequences.
 
-    device: cpu, or cuda: the machine's GPUs, rank after rank in turn; ranks may share one.
+    device: cpu, or cuda: the GPUs of the machine, assigned to ranks in turn; ranks may share one.
     """
 
     device: Literal["cpu", "cuda"]
@@ -182,12 +182,12 @@ class Train(Section):
     micro_batch_size: Positive
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     threads_per_rank: Positive = 1
-    # seconds that a rank waits for the others in a collective
+    # limit, in seconds, of a rank's wait for others in a collective
     distributed_timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = 300.0
 
 
 class Optimizer(Section):
-    """AdamW, by the names of Megatron-Core's OptimizerConfig."""
+    """The optimizer, AdamW, with the names of Megatron-Core's OptimizerConfig."""
 
     lr: PositiveFloat
     min_lr: NonNegativeFloat = 0.0
@@ -204,8 +204,8 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
-    """Learning rate over steps: linear warm-up from 0 to lr, then decay to min_lr. Independent of train_iters, so a
-    longer run begins as a shorter one does."""
+    """The learning rate over steps: linear warm-up from 0 to lr, then decay to min_lr. It does not depend on
+    train_iters, so that the first steps of longer and shorter runs are equal."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_warmup_iters: NonNegative = 0
@@ -234,8 +234,8 @@ class Ddp(Section):
 
 
 class Dataset(Section):
-    """Text. path None: the Python language reference that ships with Python. packed: the documents of a sequence do not
-    see each other."""
+    """The text. path: None for the language reference that ships with Python. packed: whether attention is limited to
+    tokens of the same document."""
 
     path: str | None = None
     seq_length: Positive
@@ -243,32 +243,32 @@ class Dataset(Section):
 
 
 class Tokenizer(Section):
-    """byte: UTF-8 bytes and an end-of-document token."""
+    """The tokenizer. byte: UTF-8 bytes and an end-of-document token."""
 
     type: Literal["byte"] = "byte"
 
 
 class Checkpoint(Section):
-    """save_interval in steps; the last step is always saved."""
+    """Checkpoints. save_interval: in steps; the last step is always saved."""
 
     save_interval: Positive = 100
 
 
 class Logger(Section):
-    """log_interval in steps; loss.csv gets every step. tensorboard_dir: receives what Megatron-LM writes there."""
+    """The log. log_interval: in steps; loss.csv has all steps. tensorboard_dir: gets the scalars of Megatron-LM."""
 
     log_interval: Positive = 10
     tensorboard_dir: str | None = None
 
 
 class Dispatcher(Section):
-    """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
+    """The dispatcher. ep: this project's; alltoall and allgather: Megatron-Core's, which ignore the other keys.
 
-    router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
-    sequences: attention of packed sequences on whatever rank has time (`megatron_ep.megatron.attention`).
-    trace: a directory that receives how many tokens each router sends to each expert (`megatron-ep balance`).
-    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: the default);
-    num_sms matters with train.device cuda alone.
+    router: fused: this project's router, which passes ids directly to the dispatcher; megatron: Megatron-Core's.
+    sequences: balances attention of packed sequences over ranks (`megatron_ep.megatron.attention`).
+    trace: a directory for the numbers of tokens that each router sends to each expert (`megatron-ep balance`).
+    moe_...: see `megatron_ep.megatron.options.Options`. All others: fields of `megatron_ep.Config` (None: the default);
+    num_sms matters only with train.device cuda.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
@@ -284,7 +284,7 @@ class Dispatcher(Section):
     moe_low_latency_max_tokens: Positive | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What is given of `megatron_ep.Config` and the options."""
+        """Returns the given settings of `megatron_ep.Config` and the options."""
         return self.model_dump(exclude={"type", "router", "sequences", "trace"}, exclude_defaults=True)
 
     @model_validator(mode="after")
@@ -293,5 +293,5 @@ class Dispatcher(Section):
         require(self.trace is None or self.type == "ep", f"trace is {self.trace}, which needs type ep, got {self.type}")
         settings = self.settings()
         Options(**{name: settings.pop(name) for name in NAMES if name in settings})
-        Config(1, **settings)  # both raise ValueError for what is out of range
+        Config(1, **settings)  # both raise ValueError for a value out of range
         return self
