@@ -77,8 +77,7 @@ class CudaGroup {
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Ends the waits of all ranks in reach, also while kernels run. A rank that has aborted keeps
-    // its abort word. If several processes abort at the same time, the last word stays.
-    // Thread-safe.
+    // its abort word, but if several processes abort at once, the last word stays. Thread-safe.
     void abort(Outcome outcome, const std::string& reason);
     // [world] nanoseconds of waiting in the last call, and in all calls: see Heap::waited.
     std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
