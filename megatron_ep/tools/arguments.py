@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GIB = 1 << 30
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something."""
+    """Parses the argument of a count."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """The type of an argument that limits a time."""
+    """Parses the argument of a time limit, in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -31,7 +31,7 @@ def seconds(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write."""
+    """Parses the argument of an output file."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -41,7 +41,7 @@ def output_file(text: str) -> Path:
 
 
 def require_memory(parser: argparse.ArgumentParser, size: int, what: str) -> None:
-    """Ends the program if this machine has less memory than `size` bytes; what: takes them, by its arguments."""
+    """Ends the program if this machine has less memory than `size` bytes. what: what needs them, by its arguments."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) << 10
     if size > free:
@@ -49,7 +49,7 @@ def require_memory(parser: argparse.ArgumentParser, size: int, what: str) -> Non
 
 
 def shape(text: str) -> tuple[int, int]:
-    """The type of an argument NxG, nodes x ranks of a node."""
+    """Parses the argument NxG, nodes x ranks per node."""
     nodes, x, ranks_per_node = text.partition("x")
     if not x:
         raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
@@ -57,34 +57,34 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def add_tokens(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """--tokens, one number or several."""
+    """Adds --tokens, with one number or several."""
     default = {"nargs": "+", "default": [4096]} if several else {"default": 4096}
     parser.add_argument("--tokens", type=positive, metavar="T", help="tokens per rank (4096)", **default)
 
 
 def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> None:
-    """--hidden, --topk, --experts, with these defaults."""
+    """Adds --hidden, --topk and --experts with these defaults."""
     parser.add_argument("--hidden", type=positive, default=hidden, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
     parser.add_argument("--experts", type=positive, default=experts, metavar="E", help="in all (%(default)s)")
 
 
 def require_topk(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends the program if a token cannot have --topk of --experts."""
+    """Ends the program if a token cannot choose --topk of --experts."""
     most = min(arguments.experts, MAX_TOPK)
     if arguments.topk > most:
         parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
 
 
 def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None:
-    """--iters, --warmup and --json, with these defaults."""
+    """Adds --iters, --warmup and --json with these defaults."""
     parser.add_argument("--iters", type=positive, default=iters, metavar="N", help="timed rounds (%(default)s)")
     parser.add_argument("--warmup", type=positive, default=warmup, metavar="N", help="rounds before (%(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements there")
 
 
 def default_experts(topology: Topology) -> int:
-    """E where nobody says it: those of DeepSeek-V3, or the next number that all ranks can have alike."""
+    """Returns the default of E: that of DeepSeek-V3, rounded up to a multiple of the number of ranks."""
     return -(-256 // topology.world_size) * topology.world_size
 
 
@@ -97,7 +97,7 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def save(name: str, file: str, text: str) -> None:
-    """Writes what an argument asks for. Raises ValueError, which names the argument, where that cannot be."""
+    """Writes the output file of an argument. Raises ValueError that names the argument if that fails."""
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -105,5 +105,5 @@ def save(name: str, file: str, text: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read or written, without the file's name, which the caller says."""
+    """Returns why a file could not be read or written, without its name, which the caller adds."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

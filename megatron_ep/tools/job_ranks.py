@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Slurm has started, on any number of machines: what `LocalRanks` is on one."""
+"""Ranks that torchrun or Slurm has started, on any number of machines. `LocalRanks` is the same for one machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron_ep.fabrics import gpu, rank_info
 
 
 class JobRanks:
-    """This process's rank of the job, in a gloo default group, one thread of computation each. A context manager.
+    """This process's rank of the job, with a gloo default group and one compute thread. A context manager.
 
     timeout: seconds that ranks wait for each other.
-    device: "cpu", or "cuda" for ranks with the GPU of `own_gpu` each; None: "cuda" where every rank has one that this
-        build can use, "cpu" where none has.
+    device: "cpu", or "cuda" for ranks with the GPU of `own_gpu` each; None: "cuda" if every rank has one that this
+        build can use, "cpu" if none has.
 
     Attributes:
-        rank, world_size: of the job.
+        rank, world_size: rank and size of the job.
         device: "cpu" or "cuda".
-        infos: what each rank tells of itself.
-        topology: the nodes that a buffer of these ranks has unless it is told otherwise.
+        infos: the RankInfo of each rank.
+        topology: the default topology of a buffer of these ranks.
 
-    Raises ValueError, on all ranks alike: a rank lacks the GPU; or as `Buffer` does for ranks that cannot be one group.
-    Construction and `run` raise EPError where a rank does not come in time, or has ended.
+    Raises ValueError on all ranks: a rank has no GPU; or the ranks cannot form a group, see `Buffer`. Construction and
+    `run` raise EPError if a rank does not come in time, or has ended.
     """
 
     def __init__(self, timeout: float, device: str | None = "cpu") -> None:
@@ -45,11 +45,11 @@ class JobRanks:
         self.topology: Topology = rank_info.agreed_topology(self.infos, Config(num_experts=self.world_size))
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls function(*args) on every rank at once and returns the W results in rank order, on every rank.
+        """Calls function(*args) on every rank and returns the W results in rank order, on every rank.
 
         Raises:
-            ValueError: what the first failing rank raised, if that was one.
-            RuntimeError: with what it raised otherwise.
+            ValueError: the error of the first failing rank, if it is a ValueError.
+            RuntimeError: any other error of the first failing rank.
         """
         kind: type[Exception] | None = None
         try:
@@ -88,7 +88,7 @@ class JobRanks:
 
 
 def own_gpu() -> int:
-    """The GPU of this process's rank: LOCAL_RANK modulo those that it sees, which may be its own alone."""
+    """Returns the GPU of this rank: LOCAL_RANK modulo the number of visible GPUs, which may be 1."""
     return int(os.environ.get("LOCAL_RANK") or os.environ["RANK"]) % torch.cuda.device_count()
 
 

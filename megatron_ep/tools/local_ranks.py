@@ -1,4 +1,4 @@
-"""Ranks of one machine as processes that stay up and run functions together: for `check`, `bench` and the tests."""
+"""Ranks of one machine as persistent processes that run functions together, for `check`, `bench` and the tests."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ import torch.distributed as dist
 
 from megatron_ep.config import Topology
 
-# The second fails, harmlessly, where Megatron is not installed. Where there is a GPU, importing Megatron starts CUDA,
-# which no fork survives.
+# The import of the second fails, harmlessly, if Megatron is not installed. With a GPU it initializes CUDA, which does
+# not survive a fork.
 PRELOAD = ("torch", "megatron_ep.megatron.equivalence")
-DEATH_NOTICE_S = 0.5  # others may fail for a dead rank before its own end is known
+DEATH_NOTICE_S = 0.5  # other ranks may fail because of a dead rank before its end is known
 
 
 class LocalRanks:
-    """W processes with a gloo default group, one thread of computation each. A context manager.
+    """W processes with a gloo default group and one compute thread each. A context manager.
 
-    They start with the first `run`, forked from a process that has imported `PRELOAD` once, and again with the first
-    one after a failure, which ends them. Each has its rank in the environment as LOCAL_RANK.
+    The first `run`, and the first one after a failure, which ends the processes, forks them from a process that has
+    imported `PRELOAD`. Each has its rank in the environment as LOCAL_RANK.
 
     Args:
         world_size: W.
-        timeout: seconds that one `run` may take; also the limit of gloo's own waits.
+        timeout: limit of a `run`, and of gloo's waits, in seconds.
     """
 
     def __init__(self, world_size: int, timeout: float = 120.0) -> None:
@@ -50,21 +50,21 @@ class LocalRanks:
         self._pids: list[int] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls function(*args) on every rank at once and returns the W results in rank order.
+        """Calls function(*args) on every rank and returns the W results in rank order.
 
-        Function, arguments and results travel by pickle.
+        Function, arguments and results are pickled.
 
         Raises:
             TimeoutError: not every rank was done in time.
             BrokenProcessPool: a rank died.
-            Exception: what the first failing rank raised.
+            Exception: the error of the first failing rank.
         """
         if not self._executors:
             self._start()
         return self._run(function, *args)
 
     def close(self) -> None:
-        """Ends the ranks after what they are running."""
+        """Ends the ranks after their current work."""
         executors, self._executors, self._pids = self._executors, [], []
         for executor in executors:
             executor.shutdown(cancel_futures=True)
@@ -82,7 +82,7 @@ class LocalRanks:
 
     def _start(self) -> None:
         _start_fork_server()
-        self._folder = tempfile.TemporaryDirectory(prefix="megatron_ep_")  # new groups meet in a file there
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron_ep_")  # has a file for the rendezvous of new groups
         group = (self.world_size, f"file://{self._folder.name}/store", self.timeout)
         self._executors = [
             ProcessPoolExecutor(1, self._context, _join_group, (rank, *group)) for rank in range(self.world_size)
@@ -105,18 +105,18 @@ class LocalRanks:
         return [future.result() for future in futures]
 
     def _kill(self) -> None:
-        """Ends the ranks at once, whatever they are waiting for."""
+        """Kills the ranks."""
         for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):  # it died by itself
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 os.kill(pid, signal.SIGKILL)
         self.close()
 
 
 def _start_fork_server() -> None:
-    """Imports what this process would import, and without Megatron's and gloo's warnings, once for each rank."""
+    """Starts the fork server with the import path of this process, and hides warnings of Megatron and gloo."""
     environment = {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "PYTHONSAFEPATH": "1",  # or the working directory comes before it
+        "PYTHONSAFEPATH": "1",  # keeps the working directory from taking precedence
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning",
     }
     before = {name: os.environ.get(name) for name in environment}
@@ -136,7 +136,7 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["LOCAL_RANK"] = str(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
     dist.init_process_group(
         "gloo",
         init_method=store,
@@ -147,7 +147,7 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank whose parent was killed would wait for work for ever."""
+    """Ends this rank with its parent, because it would otherwise wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

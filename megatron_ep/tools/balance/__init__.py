@@ -1,1 +1,1 @@
-"""How evenly a run's tokens fall on experts and ranks. Needs no GPU."""
+"""The balance of a run's tokens over experts and ranks. Needs no GPU."""

@@ -1,4 +1,4 @@
-"""`megatron-ep balance TRACE`: how evenly a recorded run's tokens fell on its ranks."""
+"""`megatron-ep balance TRACE`: the balance of a recorded run's tokens over its ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_ep.tools.balance.spread import LayerSpread, Period
     from megatron_ep.tools.balance.trace import Trace
 
-MAX_ROWS = 12  # of a table of layers; of more layers, those with the least and the most
+MAX_ROWS = 12  # rows of a table of layers, which has the best and worst of more layers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables; returns 2 for a user's mistake."""
+    """Prints tables. Returns 2 for a user's mistake."""
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("numpy") is None:
         print("megatron-ep balance: needs numpy: pip install numpy", file=sys.stderr)
@@ -177,5 +177,5 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """NaN is no JSON."""
+    """Replaces NaN, which is not JSON."""
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}

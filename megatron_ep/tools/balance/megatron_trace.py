@@ -1,6 +1,6 @@
-"""Megatron-Core's own traces of routing (`--moe-routing-trace-path`, from 0.19 on): JSON lines, a file a rank.
+"""Megatron-Core's own traces of routing (`--moe-routing-trace-path`, from 0.19 on): JSON lines, a file per rank.
 
-It numbers layers within a pipeline stage, and has no word of groups, nodes or the number of experts.
+Layers are numbered within a pipeline stage. Files have no groups, nodes and number of experts.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from megatron_ep.tools.balance.trace import Group, Trace
 
 PATTERN = "router_trace_rank*.jsonl"
 BEGINNING = re.compile(r'\{"step": (\d+),')
-MTP = 10_000  # layers of multi-token prediction come after all others
+MTP = 10_000  # offset of layers of multi-token prediction, which sorts them after all others
 
 Key = tuple[int, int, int]
 
 
 def read(directory: Path, num_experts: int | None, expert_ranks: int | None) -> Trace:
-    """A directory of Megatron's traces.
+    """Reads a directory of Megatron's traces.
 
-    Micro-batches are counted in the order of a layer's lines; so passes that were recomputed count again.
+    Micro-batches are numbered in the order of a layer's lines, so that recomputed passes count again.
 
     Args:
-        num_experts: E, which the files do not say.
-        expert_ranks: EP: so many ranks side by side exchange tokens; None: all.
+        num_experts: E, which the files do not contain.
+        expert_ranks: EP, the number of consecutive ranks that exchange tokens; None: all ranks.
 
     Raises:
-        ValueError: no num_experts; ranks that do not divide into groups of expert_ranks; a line that is none of
-            Megatron's; an expert that is not below num_experts; ranks that passed different layers.
+        ValueError: num_experts is None; ranks do not divide into groups of expert_ranks; a line is invalid; an expert
+            is not below num_experts; ranks have different layers.
     """
     if num_experts is None:
         raise ValueError(f"{directory}: is Megatron's trace, which does not say how many experts there are: --experts")
@@ -71,13 +71,13 @@ def read(directory: Path, num_experts: int | None, expert_ranks: int | None) -> 
 
 
 def _read_rank(file: Path, num_experts: int, passes: dict[Key, np.ndarray]) -> int:
-    """Adds the counts [E] of each pass, and returns the choices of a token."""
+    """Adds the counts [E] of each pass. Returns the number of choices per token."""
     seen: dict[tuple[int, int], int] = {}
     topk = step = 0
     try:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.endswith("\n"):  # its writer was killed in the middle of a step
+                if not line.endswith("\n"):  # the writer was killed during a step
                     begun = BEGINNING.match(line)
                     cut = int(begun[1]) if begun else step
                     for key in [key for key in passes if key[0] == cut]:

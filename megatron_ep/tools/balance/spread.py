@@ -1,7 +1,7 @@
-"""How evenly rows fall on ranks: over time, over layers, inside nodes and between them, lasting or not.
+"""The balance of rows over ranks: over time, over layers, within and between nodes, lasting or momentary.
 
-The measure is max/mean: the most that a rank has over what each would have if all had equally many, 1 at best. A rank
-with less waits for the one with the most. n passes, E experts, W ranks.
+The measure is max/mean: the largest load of a rank over the mean load, at best 1. All other ranks wait for the rank
+with the largest load. n passes, E experts, W ranks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import numpy as np
 
 from megatron_ep.tools.balance.trace import Group, Trace
 
-PERIODS = 10  # that the run is divided into
+PERIODS = 10  # number of parts of a run
 
 
 @dataclass(frozen=True)
 class LayerSpread:
     """Statistics of a layer's passes: max/mean over ranks as mean, p50, p95 and most.
 
-    lasting: max/mean of loads averaged over a window of steps: what re-placing experts that often could remove.
-    momentary: what the mean has beyond that. between_nodes: max/mean over nodes: what copies inside nodes leave.
-    second_half, placed: max/mean of the second half of the run: as run, and with the placement that is best for the
-        first half; NaN with a single step.
+    lasting: max/mean of loads averaged over a window of steps, which moving experts once per window could remove.
+    momentary: mean minus lasting. between_nodes: max/mean over nodes, which copies of experts within nodes keep.
+    second_half, placed: max/mean of the second half of the run: as run, and with the best placement for the first
+        half; NaN with a single step.
     """
 
     layer: int
@@ -39,7 +39,7 @@ class LayerSpread:
 
 @dataclass(frozen=True)
 class Period:
-    """Steps from first to last: max/mean, mean, p50 and p95 over passes of all layers."""
+    """The max/mean of steps from first to last: mean, p50 and p95 over passes of all layers."""
 
     first: int
     last: int
@@ -49,17 +49,17 @@ class Period:
 
 
 def expert_rows(group: Group, taken: np.ndarray | slice = slice(None)) -> np.ndarray:
-    """Rows of each expert, from all ranks, of the passes that are taken: int64 [n, E]."""
+    """Returns the rows of each expert, from all ranks, in the selected passes: int64 [n, E]."""
     return group.counts[taken].sum(axis=1, dtype=np.int64)
 
 
 def rank_loads(rows: np.ndarray, ranks: int) -> np.ndarray:
-    """[..., E] -> [..., W]."""
+    """Sums rows of experts [..., E] to loads of ranks [..., W]."""
     return rows.reshape(*rows.shape[:-1], ranks, -1).sum(axis=-1)
 
 
 def max_over_mean(loads: np.ndarray) -> np.ndarray:
-    """Over the last axis; 1 where there is nothing."""
+    """Returns max/mean over the last axis; 1 if there are no rows."""
     mean = loads.mean(axis=-1)
     return np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean, dtype=float), where=mean > 0)
 
@@ -102,7 +102,7 @@ def layers(trace: Trace, ranks_per_node: int, window: int) -> list[LayerSpread]:
 
 
 def periods(trace: Trace) -> list[Period]:
-    """The run in PERIODS parts of equally many steps, or a step each, and then the whole of it."""
+    """Returns PERIODS parts with equally many steps, or a part per step, and then the whole run."""
     steps, spread = of_passes(trace)
     numbers = np.unique(steps)
     found = []
@@ -114,7 +114,7 @@ def periods(trace: Trace) -> list[Period]:
 
 
 class _OfLayer:
-    """A layer's passes in a group."""
+    """The passes of a layer in a group."""
 
     def __init__(self, group: Group, layer: int, ranks: int) -> None:
         taken = group.layers == layer
@@ -124,14 +124,14 @@ class _OfLayer:
         self.loads = rank_loads(self.rows, ranks)
 
     def lasting(self, window: int) -> float:
-        """max/mean of the mean loads of windows of steps, averaged over passes."""
+        """Returns max/mean of the mean loads of windows of steps, averaged over passes."""
         number = (self.steps - self.steps.min()) // window
         parts = [self.loads[number == which] for which in np.unique(number)]
         each = [float(max_over_mean(part.mean(axis=0))) * len(part) for part in parts]
         return sum(each) / len(self.loads)
 
     def halves(self) -> tuple[float, float]:
-        """max/mean in the second half of the steps: as it is, and with the places that the first half suggests."""
+        """Returns max/mean in the second half of the steps, unchanged and with the placement of the first half."""
         steps = np.unique(self.steps)
         if len(steps) < 2:
             return float("nan"), float("nan")
@@ -143,8 +143,8 @@ class _OfLayer:
 
 
 def placement(rows: np.ndarray, ranks: int) -> np.ndarray:
-    """Experts in an order in which each rank, with equally many of them side by side, has about as many rows: the
-    hottest first, each to the rank with the fewest rows that has a place (LPT)."""
+    """Returns experts in an order that balances ranks, each of which has equally many consecutive experts: assigns the
+    expert with the most rows first, to the rank with the fewest rows that has a free place (LPT)."""
     local = len(rows) // ranks
     loads, places = [0.0] * ranks, [[] for _ in range(ranks)]  # type: list[float], list[list[int]]
     for expert in sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert)):
@@ -155,7 +155,7 @@ def placement(rows: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def places(trace: Trace) -> dict[int, list[int]]:
-    """For each layer the experts in the order that `placement` gives by the whole trace: rank after rank."""
+    """Returns for each layer the experts in the order of `placement` for the whole trace."""
     found = {}
     for layer in _layer_numbers(trace):
         rows = np.sum([expert_rows(group, group.layers == layer).sum(axis=0) for group in trace.groups], axis=0)

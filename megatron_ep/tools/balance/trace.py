@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_ep.megatron.trace_file import SUFFIX, read_header, record_type
 
-# What a trace may take in memory; of a longer one, steps at even distances are read.
+# Limit for a trace in memory. If a trace is longer, steps at equal distances are read.
 MAX_BYTES = 1 << 30
 
 
@@ -21,8 +21,7 @@ MAX_BYTES = 1 << 30
 class Group:
     """Ranks that exchange tokens, and n passes of micro-batches through their layers, in the order of the keys.
 
-    sources: what the counts' rows stand for, for messages. steps, layers, micro_batches: int [n]. counts: uint32
-    [n, W, E].
+    sources: ranks of the rows of counts, for messages. steps, layers, micro_batches: int [n]. counts: uint32 [n, W, E].
     """
 
     sources: tuple[int, ...]
@@ -34,9 +33,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Trace:
-    """What all ranks have recorded, or a part of its steps.
+    """The records of all ranks, or of a part of the steps.
 
-    recorded_steps: in the files. ranks_per_node: of ranks that have different experts; None where the files do not say.
+    recorded_steps: steps in the files. ranks_per_node: ranks per node that have different experts; None if unknown.
     """
 
     num_experts: int
@@ -48,13 +47,13 @@ class Trace:
 
 
 def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
-    """A directory of `--ep-trace`.
+    """Reads a directory of `--ep-trace`.
 
-    Of a step that was repeated after a restart the last pass counts; steps that not all ranks have are left out.
+    If a step was repeated after a restart, its last passes count. Steps that not all ranks have are omitted.
 
     Raises:
-        ValueError: a file is no trace, or of another run; a rank's is missing; no step is complete; ranks have recorded
-            different layers or micro-batches.
+        ValueError: a file is not a trace, or of another run; a rank's file is missing; no step is complete; ranks have
+            recorded different layers or micro-batches.
     """
     files = [_File(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
     first = files[0].header
@@ -90,7 +89,7 @@ def _evenly(steps: np.ndarray, size: int, max_bytes: int) -> np.ndarray:
 
 
 class _File:
-    """A rank's records, not yet read, sorted by their keys [n, 3]: step, layer, micro-batch."""
+    """A rank's memory-mapped records, sorted by their keys [n, 3]: step, layer, micro-batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +104,7 @@ class _File:
         keys = keys[order]
         last = np.ones(len(keys), bool)
         last[:-1] = (keys[1:] != keys[:-1]).any(axis=1)
-        if size % kind.itemsize and len(keys):  # its writer was killed in the middle of a step
+        if size % kind.itemsize and len(keys):  # the writer was killed during a step
             last &= keys[:, 0] != self._cut_step(size % kind.itemsize)
         self.keys, self.order = keys[last], order[last]
 
@@ -120,7 +119,7 @@ class _File:
         return np.unique(self.keys[:, 0])
 
     def of(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and counts of these steps."""
+        """Returns keys and counts of these steps."""
         taken = np.isin(self.keys[:, 0], steps)
         return self.keys[taken], self.records["counts"][self.order[taken]]
 
@@ -137,10 +136,10 @@ def _group(files: Sequence[_File], steps: np.ndarray) -> Group:
 
 
 def since(trace: Trace, step: int) -> Trace:
-    """What follows from this step on.
+    """Returns the trace from a step on.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: the trace ends before that step.
     """
     last = max(int(group.steps.max()) for group in trace.groups)
     if step > last:

@@ -1,9 +1,8 @@
-"""Benchmarks, each beside a baseline measured in the same run: a Megatron layer's exchange on the host (`layer.py`),
-and those of `NAMES`.
+"""Benchmarks, each with a baseline measured in the same run: a Megatron layer's exchange on the host (`layer.py`), and
+those of `NAMES`.
 
-All time in one loop (`timing.py`) and report in one form (`report.py`); `main.py` chooses one, `local_ranks.py` holds
-the processes that they run in. Only the command line and tests import it; it imports the API and
-`megatron_ep.megatron`.
+All use one timing loop (`timing.py`) and one form of report (`report.py`); `main.py` chooses one, `local_ranks.py`
+starts their processes. Only the command line and tests import it; it imports the API and `megatron_ep.megatron`.
 """
 
 NAMES = {

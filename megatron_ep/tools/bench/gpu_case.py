@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs dispatch, and with which settings. T tokens of a rank, H hidden, K choices, E experts."""
+"""The cases of benchmarks on GPUs: tokens and settings. T tokens per rank, H hidden, K choices, E experts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_ep.fabrics.gpu import check_device
 from megatron_ep.reference import SCALE_BLOCK
 from megatron_ep.tools.arguments import add_rounds, add_sizes, add_tokens, positive
 
-HOT = 16.0  # times as likely as any other expert
+HOT = 16.0  # probability of the hot expert over that of any other
 ROUTINGS = ("uniform", "hot", "zipf")
 
 
 def draw_experts(
     routing: str, num_tokens: int, topk: int, num_experts: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32 [T, K], not normalised, and distinct ids int64 [T, K] on the generator's device.
+    """Returns weights float32 [T, K], not normalised, and distinct ids int64 [T, K] on the generator's device.
 
-    routing: how likely experts are. "uniform": alike. "hot": one of them, 16 times as likely as any other. "zipf": the
-        i-th in an order of chance, the same on all ranks, as 1 / i.
+    routing: probabilities of experts. "uniform": equal. "hot": one expert is 16 times as likely as any other. "zipf":
+        1 / i for the i-th expert in a random order, equal on all ranks.
     """
     device = generator.device
     likely = torch.ones(num_experts, device=device)
@@ -33,7 +33,7 @@ def draw_experts(
         likely = 1.0 / (1 + order)
     else:
         assert routing == "uniform", routing
-    # the K largest of log p + Gumbel noise are K draws without replacement (Vieira 2014)
+    # The K largest of log p + Gumbel noise are K draws without replacement (Vieira 2014).
     noise = torch.rand(num_tokens, num_experts, generator=generator, device=device).clamp_(1e-12, 1 - 1e-7)
     scores = likely.log() - (-noise.log()).log()
     ids = scores.topk(topk, dim=1).indices
@@ -44,10 +44,10 @@ def draw_experts(
 class Case:
     nodes: int
     ranks_per_node: int
-    num_sms: int  # of each rank
+    num_sms: int  # SMs of each rank
     channels: int | None
     ring_slots: int  # rows of bf16 that an NVLink ring holds
-    network_slots: int | None  # and a network ring; None: as many as a buffer takes by itself
+    network_slots: int | None  # rows of bf16 that a network ring holds; None: the default of a buffer
     tokens: int
     hidden: int
     topk: int
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def config(self) -> ep.Config:
-        slot_bytes = 2 * self.hidden + 1024  # generous for what travels beside a row
+        slot_bytes = 2 * self.hidden + 1024  # more than the metadata of a row
         return ep.Config(
             num_experts=self.experts,
             num_sms=self.num_sms,
@@ -95,7 +95,7 @@ def add_arguments(
     *,
     many_tokens: bool = False,
 ) -> None:
-    """Settings, several values of each, sizes and rounds, with these defaults."""
+    """Adds settings, each with several values, sizes and rounds, with these defaults."""
     parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="per rank (%(default)s)")
     parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
     parser.add_argument(
@@ -147,7 +147,7 @@ def row_bytes(hidden: int, *, fp8: bool = False) -> int:
 
 
 def require_gpu(command: str) -> None:
-    """Ends the program where this build or machine has no GPU for it."""
+    """Ends the program if this build or machine has no GPU for it."""
     try:
         check_device("cuda")
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""The ranks of a benchmark on GPUs, each with one of its own: those of a job, under torchrun or in a Slurm job step, on
-any number of machines; without one as many processes as this machine has GPUs."""
+"""The ranks of a benchmark, each with a separate GPU: the ranks of a job, under torchrun or in a Slurm job step, on any
+number of machines; without a job a process per GPU of this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_ep.tools.local_ranks import LocalRanks
 
 
 def gpu_ranks(command: str, timeout: float) -> LocalRanks | JobRanks:
-    """Not started yet, or those of the job.
+    """Returns the ranks of the job, or ranks of this machine, which are not started yet.
 
     Args:
-        command: its name, for messages.
+        command: name of the command, for messages.
         timeout: seconds that a run on this machine may take, or that the ranks of a job wait for each other.
 
-    Raises ValueError on all ranks of a job alike where one has no GPU for itself. Ends the program where this machine
-    has none.
+    Raises ValueError on all ranks of a job if one shares its GPU or has none. Ends the program if this machine has no
+    GPU.
     """
     if not job.adopt():
         require_gpu(command)
@@ -33,7 +33,7 @@ def gpu_ranks(command: str, timeout: float) -> LocalRanks | JobRanks:
 
 
 def require_own_gpus(infos: Sequence[RankInfo]) -> None:
-    """Raises ValueError where two ranks have the same GPU: they would take turns, and NCCL refuses them."""
+    """Raises ValueError if two ranks have the same GPU, because they would take turns, and NCCL does not allow it."""
     ranks: dict[str | None, int] = {}
     for rank, info in enumerate(infos):
         first = ranks.setdefault(info.gpu, rank)

@@ -1,17 +1,17 @@
-"""`megatron-ep bench gpus`: dispatch and combine between the GPUs of this machine, a process a GPU, by CUDA events;
-under torchrun or in a Slurm job step between those of the job, on any number of machines.
+"""`megatron-ep bench gpus`: dispatch and combine between the GPUs of this machine, with a process per GPU, by CUDA
+events; under torchrun or in a Slurm job step between those of the job, on any number of machines.
 
-Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Core's all-to-all dispatcher makes around
-it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
-A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
-"(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
-"(kernels)", while a kernel of the call runs, by torch's profiler; with --graphs "(graph)", in a CUDA graph of many
-calls, where the GPU waits for no host: what few tokens take (of many, a combine there makes no sums beside its
-exchange). "host_waits": the host waits for the counts, which are those of the dispatch before; "wrong_guess": half as
-many rows were expected.
-T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
-go to, which is what an expert-parallel dispatch must move at least; "there and back" both ways. All-to-all moves a row
-for each expert. bf16, but for "dispatch fp8": rows that are fp8 already, and their scales.
+The same run times baselines: NCCL's all-to-all with the copies of Megatron-Core's all-to-all dispatcher (rows into the
+order of ranks, then into that of experts, and back), and a copy to another GPU. The time of a round is that of its
+slowest rank; p50, p90 and p99 are over rounds. In addition to the GPU's time by events: "(api)", the host's time from
+the call until the GPU is done, with all ranks starting together; with --kernels "(kernels)", the time in which a kernel
+of the call runs, by torch's profiler; with --graphs "(graph)", the time in a CUDA graph of many calls, in which the GPU
+does not wait for the host: the time of few tokens (with many, combine there sums nothing in parallel with its
+exchange). "host_waits": the host waits for counts, equal to those of the last dispatch; "wrong_guess": half as many
+rows were expected.
+T tokens per rank, H hidden, K choices per token, E experts. Bytes of a rank: its tokens, once for each destination
+rank, which is the minimum of an expert-parallel dispatch; "there and back": both ways. All-to-all sends a row per
+expert. Rows are bf16, except for "dispatch fp8": fp8 rows and their scales.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from megatron_ep.tools.bench.timing import (
 )
 from megatron_ep.tools.job_ranks import own_gpu
 
-Steps = dict[tuple[str, str], Step]  # by phase and implementation
-IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
+Steps = dict[tuple[str, str], Step]  # steps by phase and implementation
+IN_GRAPHS = ("ours", "ours_with_counts")  # implementations in which the host does not wait
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Tokens:
-    """What this rank dispatches, and where torch says that it goes: the rows of all-to-all, one for each expert."""
+    """The tokens that this rank dispatches, and their rows for all-to-all, one per expert."""
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
         generator = torch.Generator("cuda").manual_seed(rank)
@@ -124,12 +124,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank timed."""
+    """The times of a rank."""
 
     case: str
     phase: str
     implementation: str
-    seconds: list[float]  # of each round
+    seconds: list[float]  # seconds of each round
     size: int  # bytes
     settings: dict[str, Any]
 
@@ -137,8 +137,8 @@ class Measured:
 def measure(
     loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False, graphs: bool = False
 ) -> list[Measured]:
-    """Runs on every rank. loads: cases of the same tokens. Raises AssertionError when dispatch does not give what
-    all-to-all gives."""
+    """Runs on every rank. loads: lists of cases with the same tokens. Raises AssertionError if the results of dispatch
+    and all-to-all differ."""
     torch.cuda.set_device(own_gpu())
     nccl = dist.new_group(backend="nccl")
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _measure(
     measured = []
 
     def run(case: str, steps: Steps, **settings: Any) -> None:
-        for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
+        for (phase, implementation), step in steps.items():  # separately, so that none uses another's cache
             size = size_of(phase, tokens.distinct_rows, cases[0].hidden)
             ways: dict[str, Callable[[int, int], list[float]]] = {
                 "": partial(_seconds_of, cuda_timer(step)),
@@ -182,7 +182,7 @@ def _measure(
         return sums.zero_().index_add_(0, tokens.token_of_row, rows.float()).to(rows.dtype)
 
     expected = nccl_dispatch()
-    other = (own_gpu() + 1) % torch.cuda.device_count()  # of those that this process sees
+    other = (own_gpu() + 1) % torch.cuda.device_count()  # among the visible GPUs
     neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{other}").to(torch.bfloat16)
     source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
     baselines: Steps = {
@@ -200,7 +200,7 @@ def _measure(
 
 
 def size_of(phase: str, rows: int, hidden: int) -> int:
-    """Bytes of so many rows; of a phase that goes there and back, both ways."""
+    """Returns the bytes of `rows` rows, both ways for a phase that goes there and back."""
     ways = 2 if phase.startswith("there and back") else 1
     return ways * rows * row_bytes(hidden, fp8="fp8" in phase)
 
@@ -267,7 +267,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
 
 
 def slowest(same: Sequence[Measured]) -> Record:
-    """The record of one thing that every rank timed: each round's slowest rank, and what a rank moves on average."""
+    """Returns the record of a phase that every rank timed: the slowest rank of each round, and the mean bytes."""
     first = same[0]
     seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
     size = fmean(measured.size for measured in same)

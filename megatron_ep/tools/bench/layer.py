@@ -1,10 +1,10 @@
-"""`megatron-ep bench`: dispatch and combine beside Megatron's all-to-all dispatcher and a memory copy, in one run.
+"""`megatron-ep bench`: dispatch and combine, Megatron's all-to-all dispatcher and a memory copy, in one run.
 
-All three move the same tokens, in turns, each rank a process with one thread. Dispatch is everything from a layer's
-hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the way
-back. low_latency sums a token's rows on the token's rank, low_latency_sum_at_expert those of one rank there first, as
-the normal mode does; low_latency_fp8 sends bf16 rows as fp8 and brings bf16 rows back. T tokens on this rank, H hidden,
-E experts, K choices of a token, R rows received.
+All three move the same tokens, in turns. Each rank is a process with one thread. Dispatch is everything from a layer's
+hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the
+reverse. low_latency sums a token's rows on the token's rank; low_latency_sum_at_expert first sums those of each rank
+there, like the normal mode; low_latency_fp8 sends bf16 rows as fp8 and returns bf16 rows. T tokens on this rank, H
+hidden, E experts, K choices per token, R rows received.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Steps = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank timed: the bytes of its rows, and the seconds of each round by (implementation, phase)."""
+    """The times of a rank: the bytes of its rows, and the seconds of each round by (implementation, phase)."""
 
     size: int
     seconds: dict[tuple[str, str], list[float]]
@@ -109,7 +109,7 @@ def _time(ranks: LocalRanks | JobRanks, shape: tuple[int, int], arguments: argpa
 
 
 def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
-    """world_size: of the job of which this process is a rank; the topology may then be open."""
+    """Parses the arguments. world_size: size of the job of this process, if any, which may determine the topology."""
     parser = argparse.ArgumentParser(
         "megatron-ep bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,7 +149,7 @@ def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
 
 
 def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, weights and experts of this rank's tokens."""
+    """Returns rows, weights and experts of this rank's tokens."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DTYPES[case.dtype])
     scores = torch.rand(case.tokens, case.experts, generator=generator)
@@ -159,7 +159,7 @@ def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def measure(
     case: Case, beside_megatron: bool, warmup: int, iterations: int, others: Mapping[str, Steps] | None = None
 ) -> Measured:
-    """Runs on every rank of a gloo world. others: take part, too."""
+    """Runs on every rank of a gloo world. others: further implementations to time."""
     x, weights, topk_idx = draw(case)
     config = ep.Config(num_experts=case.experts)
     topology = ep.Topology(case.nodes, case.ranks_per_node)
@@ -231,7 +231,7 @@ def _steps_of_low_latency(
     fp8: str | None = None,
     sum_at: str = "token",
 ) -> Steps:
-    """fp8: rows of bf16 become fp8 on the way; what comes back is bf16."""
+    """Returns the steps of the low-latency mode. fp8: sends rows of bf16 as fp8; combine returns bf16."""
     low_latency = ep.LowLatency(buffer, max_tokens=case.tokens, hidden=case.hidden, topk=case.topk, dtype=x.dtype)
     handles = []
     outputs = None if fp8 is None else torch.zeros_like(low_latency.dispatch(x, topk_idx, layout="grouped").x)
@@ -261,7 +261,7 @@ def _steps_of_dispatcher(dispatcher: Any, x: torch.Tensor, routing_map: torch.Te
 
 
 def _check_equal(steps: dict[str, Steps]) -> None:
-    """What is timed must be the same work: the same rows in the same places, the same sums."""
+    """Raises AssertionError unless all implementations give the same rows in the same places, and the same sums."""
     (dispatch, combine), (their_dispatch, their_combine) = steps["ours"], steps["megatron_alltoall"]
     rows, their_rows = dispatch(), their_dispatch()
     assert torch.equal(rows, their_rows), "dispatch differs from Megatron's"
@@ -293,7 +293,7 @@ def _timers(
 
     def combine_received() -> tuple[torch.Tensor, torch.Tensor]:
         rows = received.pop()
-        return rows, combine(rows)  # to free them takes time as well
+        return rows, combine(rows)  # includes the time to free them
 
     return (
         host_timer(lambda: received.append(dispatch()), before=dist.barrier),
@@ -305,7 +305,7 @@ def _timers(
 
 
 def records_of(case: Case, by_rank: Sequence[Measured]) -> list[Record]:
-    """One record for each implementation and phase; the seconds are the medians of each rank's rounds."""
+    """Returns a record for each implementation and phase. Its seconds are the medians of each rank's rounds."""
     size = median(rank.size for rank in by_rank)
     records = []
     for name in dict.fromkeys(name for name, _ in by_rank[0].seconds):

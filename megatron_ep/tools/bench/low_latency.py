@@ -1,11 +1,10 @@
 """`megatron-ep bench low-latency`: the low-latency mode on GPUs, by CUDA events: a rank on each GPU of this machine, or
 all ranks on one; under torchrun or in a Slurm job step the ranks of the job, on any number of machines.
 
-Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
-(`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
-tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes, on average: its tokens, once for each rank
-that they go to; of a "pair" both ways. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back
-is bf16.
+Each call is timed directly (`eager`, including the host's work if the GPU waits for it) and in a CUDA graph of many
+calls (`graph`: the GPU's time per call). The time of a round is that of its slowest rank. Host: `megatron-ep bench`.
+T tokens per rank, H hidden, K choices per token, E experts. Mean bytes of a rank: its tokens, once for each destination
+rank; for a "pair" both ways. fp8: rows of bf16 are sent as fp8 with column-major scales, and returned as bf16.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank timed."""
+    """The times of a rank."""
 
     phase: str
     implementation: str
-    seconds: list[float]  # of each round
+    seconds: list[float]  # seconds of each round
     size: float  # bytes of a rank
 
 
@@ -105,9 +104,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def cases_of(
     arguments: argparse.Namespace, world_size: int, nodes: int = 1, *, max_sms: int | None = None
 ) -> list[Case]:
-    """max_sms: those that a rank can have where all are on one GPU, instead of more.
+    """Returns the cases. max_sms: limit for the SMs of a rank if all ranks are on one GPU.
 
-    Raises ValueError where the experts cannot be dealt to the ranks.
+    Raises ValueError if the experts cannot be divided among the ranks.
     """
     if arguments.experts % world_size:
         raise ValueError(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
@@ -131,7 +130,7 @@ def _rows(case: Case, ids: torch.Tensor) -> int:
 
 
 def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measured]:
-    """All ranks of a LocalCluster, whose launches follow each other."""
+    """Times all ranks of a LocalCluster, whose launches run in sequence."""
     config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
     with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
         x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
@@ -140,7 +139,7 @@ def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measure
 
 
 def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
-    """Runs on every rank, each with a GPU of its own."""
+    """Runs on every rank, each with a separate GPU."""
     rank = dist.get_rank()
     torch.cuda.set_device(own_gpu())
 
@@ -182,7 +181,7 @@ def _measure(
 def _phases(
     case: Case, low_latency: ep.LowLatency, x: Any, ids: Any, weights: Any, num_rows: float
 ) -> dict[str, tuple[Step, float]]:
-    """What is timed, and the bytes of a rank that it moves."""
+    """Returns the timed steps, and the bytes that each moves per rank."""
     size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     received = low_latency.dispatch(x, ids, weights)
     rows = received.x
@@ -196,7 +195,7 @@ def _phases(
         return low_latency.combine(y, got.handle, row_weights=got.probs, sum_at="expert", **hook)
 
     def pair(dispatch: Any, combine: Any, y: Any = None) -> Step:
-        """y: what the experts make of the rows, or these themselves."""
+        """Returns a dispatch followed by a combine. y: output rows of the experts; None: the dispatched rows."""
 
         def step() -> None:
             got = dispatch()

@@ -1,4 +1,4 @@
-"""`megatron-ep bench NAME`: one of `bench.NAMES`; without a name, a layer on the host."""
+"""`megatron-ep bench NAME`: a benchmark of `bench.NAMES`; without a name, a layer on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ep.tools.bench import NAMES
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark that the first argument names, which imports what it needs."""
+    """Runs the benchmark that the first argument names, and imports only its module."""
     if argv and argv[0] in NAMES:
         name, argv = argv[0].replace("-", "_"), argv[1:]
     elif argv and not argv[0].startswith("-"):
@@ -25,13 +25,13 @@ def main(argv: Sequence[str]) -> int:
 def run(benchmark: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Runs one benchmark. Returns its exit status: 2 for a mistake, and for sizes that do not fit."""
     try:
-        job.adopt()  # or a Slurm step tells too little of itself
+        job.adopt()  # sets torchrun's variables in a Slurm job step
         return benchmark(argv)
     except ValueError as error:
         print(f"megatron-ep bench: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        import torch  # some of them need no torch, and start faster without
+        import torch  # imported late, because some benchmarks need no torch and start faster
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise

@@ -1,9 +1,8 @@
 """`megatron-ep bench network`: host ranks of several machines, under torchrun or in a Slurm job step.
 
-In one run, in turns: dispatch and combine as in `megatron-ep bench`, Megatron's all-to-all over gloo, and the bytes
-that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"). A rank's bytes are those
-that it sends to ranks of other nodes, on average: a token once for each node that it goes to. T tokens on this rank, H
-hidden, E experts, top-k K.
+A run times in turns: dispatch and combine as in `megatron-ep bench`, Megatron's all-to-all over gloo, and the bytes
+between machines over plain TCP connections, in both directions in parallel ("plain_tcp"). Bytes are the mean that a
+rank sends to other nodes, a token once for each of them. T tokens on this rank, H hidden, E experts, top-k K.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(case: layer.Case, warmup: int, iterations: int, timeout: float) -> layer.Measured:
-    """Runs on every rank of a gloo world. timeout: of a wait, seconds."""
+    """Runs on every rank of a gloo world. timeout: limit of a wait in seconds."""
     topology = Topology(case.nodes, case.ranks_per_node)
     rendezvous = StoreRendezvous(None, timedelta(seconds=timeout))
     rank, world = rendezvous.rank, rendezvous.world_size
@@ -95,8 +94,8 @@ def measure(case: layer.Case, warmup: int, iterations: int, timeout: float) -> l
 
 
 class PlainTcp:
-    """A connection to the rank `to` and one from the rank `source`, which does nothing but carry bytes: what a network
-    gives to a program. Collective: each rank is the source of the one that it sends to. A context manager."""
+    """A connection to the rank `to` and one from the rank `source`, to measure what a network gives to a program.
+    Collective: each rank is the source of the rank that it sends to. A context manager."""
 
     def __init__(self, rendezvous: StoreRendezvous, to: int, source: int) -> None:
         limit = rendezvous.timeout.total_seconds()
@@ -111,7 +110,7 @@ class PlainTcp:
         self._source = source
 
     def exchange(self, size: int) -> None:
-        """Sends and receives `size` bytes at once. Raises EPError when the source has closed its connection."""
+        """Sends and receives `size` bytes in parallel. Raises EPError if the source has closed its connection."""
         sent, received = memoryview(bytearray(1 << 20)), memoryview(bytearray(1 << 20))
 
         def send() -> None:

@@ -1,7 +1,7 @@
-"""What a benchmark leaves behind: a line about the machine, a table for each case, and all records in a JSON file.
+"""The output of a benchmark: a line about the machine, a table for each case, and all records in a JSON file.
 
 A record is a dict of case, phase, implementation, seconds (the median, as seconds_p50), seconds_min, _p90, _p99 and
-_max, bytes, gigabytes_per_second (of the median), and whatever else tells cases apart.
+_max, bytes, gigabytes_per_second (of the median), and further values that distinguish cases.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Record = dict[str, Any]
 Columns = dict[str, Callable[[Record], str]]
 T = TypeVar("T")
 
-KEY = ("case", "phase", "implementation")  # what was timed; written from the left
+KEY = ("case", "phase", "implementation")  # identify a record; left-aligned columns
 
 
 def make_record(
     case: object, phase: str, implementation: str, seconds: Sequence[float], size: float, **more: Any
 ) -> Record:
-    """The record of one thing that was timed.
+    """Returns the record of a timed step.
 
     Args:
-        seconds: of each round, or of each rank; not empty.
+        seconds: seconds of each round, or of each rank; not empty.
         size: bytes that a round moves.
     """
     ordered = sorted(seconds)
@@ -52,12 +52,12 @@ def make_record(
 
 
 def _percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The smallest that at least this fraction of all do not exceed (nearest rank)."""
+    """Returns the smallest value that at least this fraction of values do not exceed (nearest rank)."""
     return ordered[math.ceil(fraction * len(ordered)) - 1]
 
 
 def milliseconds(key: str) -> Callable[[Record], str]:
-    """A column's cell."""
+    """Returns the cell function of a column in milliseconds."""
     return lambda record: f"{record[key] * 1e3:.3f}"
 
 
@@ -76,13 +76,13 @@ RATE: Columns = {"GB/s": lambda record: f"{record['gigabytes_per_second']:.2f}"}
 
 
 def relative(title: str, baseline: str, records: Iterable[Record]) -> Columns:
-    """A column: a record's median over that of the implementation `baseline` in the same phase."""
+    """Returns a column: a record's median over that of the implementation `baseline` in the same phase."""
     base = {record["phase"]: record["seconds"] for record in records if record["implementation"] == baseline}
     return {title: lambda record: f"{record['seconds'] / base[record['phase']]:.2f}"}
 
 
 def print_table(console: Console, columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> None:
-    """A row for each of `rows`, its cells by `columns`, which say what is written from the left."""
+    """Prints a table with a row for each of `rows`, whose cells `columns` compute. Columns of KEY are left-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 2))
     for name in columns:
         table.add_column(name, justify="left" if name in KEY else "right", no_wrap=True)
@@ -92,17 +92,17 @@ def print_table(console: Console, columns: Mapping[str, Callable[[T], str]], row
 
 
 def make_console() -> Console:
-    """A file is wide enough for every table."""
+    """Returns a console. If the output is a file, it is wide enough for every table."""
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 class Report:
-    """Prints a line about the machine at once, then tables as they come, and keeps the JSON file up to date, which has
-    all that `megatron-ep env` tells.
+    """Prints a line about the machine, then each table when it is added, and updates the JSON file, which includes the
+    output of `megatron-ep env`.
 
     Args:
-        path: of the file: {"environment": ..., "records": [...]}; None: none.
-        rank: of this process. Only rank 0 reports.
+        path: path of the file, {"environment": ..., "records": [...]}; None: no file.
+        rank: rank of this process. Only rank 0 reports.
     """
 
     def __init__(self, path: Path | None, rank: int = 0) -> None:
@@ -118,7 +118,7 @@ class Report:
         self._console.print(text, soft_wrap=True)
 
     def add(self, title: str, records: Sequence[Record], columns: Columns) -> None:
-        """Prints the records as a table below its title, and writes all records so far to the file."""
+        """Prints the records as a table with a title, and writes all records so far to the file."""
         self.say(f"\n{title}")
         print_table(self._console, columns, records)
         self.keep(records)

@@ -1,7 +1,7 @@
-"""The loop in which every benchmark times, with the host's clock or with a GPU's.
+"""The timing loop of all benchmarks, with the host's clock or CUDA events.
 
-A timer runs a step once and returns a reading: a function that gives the seconds which the step took. Readings of CUDA
-events are asked when all rounds are done, so that a GPU's rounds follow each other without a gap.
+A timer runs a step once and returns a reading: a function that returns the seconds of the step. CUDA events are read
+after all rounds, so that the rounds of a GPU have no gaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reading = Callable[[], float]
 Timer = Callable[[], Reading]
 Name = TypeVar("Name")
 
-GRAPH_CALLS = 20  # of a step in one CUDA graph, so that the host's share of a call is not measured
+GRAPH_CALLS = 20  # calls of a step in a CUDA graph, so that the host's work is not measured
 
 
 def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: None) -> Timer:
@@ -31,14 +31,14 @@ def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: No
         result = step()
         after()
         seconds = time.perf_counter() - start
-        del result  # not within the time
+        del result  # freed outside of the measured time
         return lambda: seconds
 
     return timer
 
 
 def cuda_timer(step: Step, calls: int = 1) -> Timer:
-    """Times by CUDA events around the step on the current stream; returns the time of one of its `calls`."""
+    """Times by CUDA events around the step on the current stream. Its seconds are divided by `calls`."""
 
     def timer() -> Reading:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -56,7 +56,7 @@ def cuda_timer(step: Step, calls: int = 1) -> Timer:
 
 
 def captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of GRAPH_CALLS calls of a step. meet: a barrier of the ranks, which capture together."""
+    """Returns a CUDA graph of GRAPH_CALLS calls of a step. meet: a barrier of the ranks, which capture together."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
@@ -70,9 +70,9 @@ def captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
 
 
 def kernel_seconds(step: Step, warmup: int, iterations: int, when_warm: Step = lambda: None) -> list[float]:
-    """Seconds [iterations] in which at least one kernel or copy of the step was running, by torch's profiler.
+    """Returns the seconds [iterations] in which a kernel or copy of the step was running, by torch's profiler.
 
-    Raises RuntimeError when the profiler does not see the same number of them in every round, or none.
+    Raises RuntimeError if the profiler does not see the same number of them in every round, or none.
     """
     for _ in range(warmup):
         step()
@@ -86,7 +86,7 @@ def kernel_seconds(step: Step, warmup: int, iterations: int, when_warm: Step = l
 
 
 def busy_of_rounds(spans: Sequence[tuple[float, float]], rounds: int, unit: float = 1.0) -> list[float]:
-    """The time that a round's spans cover, overlaps once, of rounds of equally many spans, one behind the other."""
+    """Returns the time that the spans of each round cover, for consecutive rounds with equally many spans."""
     count, rest = divmod(len(spans), rounds)
     if not count or rest:
         raise RuntimeError(f"the profiler saw {len(spans)} kernels in {rounds} rounds, must be as many in each")
@@ -107,12 +107,12 @@ def time_rounds(
     when_warm: Step = lambda: None,
     shuffler: Random | None = None,
 ) -> dict[Name, list[float]]:
-    """Seconds [iterations] of each timer, all of which take their turn in every round.
+    """Returns the seconds [iterations] of each timer. Each round runs all timers once.
 
     Args:
-        warmup: rounds before those that count.
-        when_warm: called between the two.
-        shuffler: draws each round's order; None keeps that of `timers`.
+        warmup: number of rounds before the timed ones.
+        when_warm: called after the warmup.
+        shuffler: draws the order of each round; None keeps the order of `timers`.
     """
     order = list(timers)
     readings: dict[Name, list[Reading]] = {name: [] for name in timers}
