@@ -1,4 +1,4 @@
-"""`megatron-ep sequences`: what balancing attention over ranks gains for given documents, and what it moves."""
+"""`megatron-ep sequences`: the gain of balancing attention over ranks for given documents, and the bytes it moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table; returns 2 for a user's mistake."""
+    """Prints a table. Returns 2 for a user's mistake."""
     options = _parser().parse_args(argv)
     try:
         _compare(options)
@@ -110,7 +110,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read(file: str, ranks: int) -> tuple[list[Shard], SequencePlan]:
-    """The file's shards, and the plan that they are."""
+    """Returns the shards of a file, and their plan."""
     from megatron_ep.sequences.plan import SequencePlan
     from megatron_ep.sequences.planner import cut_evenly
 
@@ -188,6 +188,6 @@ def _print_times(options: argparse.Namespace, plans: dict[str, SequencePlan], ro
 
 
 def _imbalance(plan: SequencePlan) -> float:
-    """The largest load over the mean; 1 where there is none."""
+    """Returns the largest load over the mean; 1 if there is no load."""
     pairs = plan.attention_pairs.double()
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0

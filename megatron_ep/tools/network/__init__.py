@@ -1,1 +1,1 @@
-"""`megatron-ep check --network`: every pair of machines of a job is measured before the job runs."""
+"""`megatron-ep check --network`: measures every pair of machines of a job before the job runs."""

@@ -1,4 +1,4 @@
-"""How `megatron-ep check --network` measures the ways between the machines of a job, on all ranks together."""
+"""The measurements of `megatron-ep check --network` between the machines of a job, on all ranks together."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megatron_ep.tools.network.report import Findings, Half, Link
 from megatron_ep.tools.network.trial import NetworkTrial
 
 PINGS = 200
-FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
-LOAD_S, REPEATS = 0.1, 3  # ... so many seconds; the best of several counts
-MEASURE_WAITS = 1 + 3 * REPEATS * 2  # for small messages, then for three rates
+FIRST_BYTES = 1 << 20  # bytes of the first message, by whose rate messages of LOAD_S are sized
+LOAD_S, REPEATS = 0.1, 3  # seconds of a measurement; the best of several counts
+MEASURE_WAITS = 1 + 3 * REPEATS * 2  # waits of a measurement: small messages, then three rates
 MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
 CHANNELS = 2
-MIN_LOST = 10  # packets that were sent again; fewer may have been late
+MIN_LOST = 10  # least number of retransmitted packets that counts, because some may only be late
 TRIAL_BYTES = 128 << 10  # more than any packet
-TRIAL_S = 10.0  # that they may take
+TRIAL_S = 10.0  # time limit of these bytes in seconds
 BLACK_HOLE = (
     f"{TRIAL_BYTES >> 10} KiB do not arrive within {TRIAL_S:g} s: packets above some size are lost (a smaller MTU on "
     "the way); ping -M do -s 1472 HOST, or 8972 with jumbo frames, finds it"
@@ -45,22 +45,25 @@ Told = TypeVar("Told")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank tells of where it runs."""
+    """The machine of a rank, as sent to the other ranks."""
 
     name: str
-    identity: str  # `processes.machine`
+    identity: str  # result of `processes.machine`
     build: str
-    networks: list[str]  # in which it has an address
-    wanted: str | None  # by the variable
-    address: str  # that it would take
-    fabric: str | None  # that is wanted, by its variable
-    cards: list[str]  # its ports that can be used, as `verbs.setting` names them
-    direct: list[str]  # those in whose queues a rank posts by itself
-    no_cards: str  # why it has none
+    networks: list[str]  # networks in which it has an address
+    wanted: str | None  # network or address that the variable asks for
+    address: str  # address that it would use
+    fabric: str | None  # fabric that the variable asks for
+    cards: list[str]  # usable ports, with the names of `verbs.setting`
+    direct: list[str]  # usable ports to whose queues a rank can post directly
+    no_cards: str  # why there are none
 
 
 class Examination:
-    """Collective. rendezvous: of all ranks. timeout: of each wait, seconds. apart: each rank is a machine."""
+    """The examination of a job's network. All methods that communicate are collective.
+
+    rendezvous: the rendezvous of all ranks. timeout: limit of each wait in seconds. apart: each rank is a machine.
+    """
 
     def __init__(self, rendezvous: StoreRendezvous, timeout: float, *, apart: bool = False):
         self.rendezvous, self.timeout, self.rank = rendezvous, timeout, rendezvous.rank
@@ -78,19 +81,19 @@ class Examination:
         first = [self.told[rank] for rank in self.first_ranks]
         often = Counter(one.name for one in first)
         self.machines = [one.name if often[one.name] == 1 else f"{one.name}/{one.address}" for one in first]
-        # as a job takes cards
+        # A job chooses between these fabrics in the same way.
         self.by_card = choice.IBGDA if all(one.direct for one in self.told) else choice.VERBS
         self.cards = [one.direct if self.by_card == choice.IBGDA else one.cards for one in self.told]
 
     def builds(self) -> list[str]:
-        """A line for each build that ranks have, if these are several."""
+        """Returns a line for each build of the ranks if they have several."""
         found: dict[str, list[int]] = {}
         for rank, one in enumerate(self.told):
             found.setdefault(one.build, []).append(rank)
         return [f"{build}: {self._named(ranks)}" for build, ranks in found.items()] if len(found) > 1 else []
 
     def candidates(self) -> list[str]:
-        """Networks in which all machines have an address. First the one of the address that rank 0 would take."""
+        """Returns the networks in which all machines have an address, first that of rank 0's default address."""
         shared = [name for name in self.told[0].networks if all(name in one.networks for one in self.told)]
         apart = len(set(self.machines)) == len(self.machines)
         outside = [name for name in shared if not (apart and ipaddress.ip_network(name).is_loopback)]
@@ -98,15 +101,15 @@ class Examination:
         return sorted(outside, key=lambda name: taken not in ipaddress.ip_network(name))
 
     def places(self) -> range:
-        """Positions of network card ports that every machine has."""
+        """Returns the positions of network card ports that every machine has."""
         return range(min(map(len, self.cards)))
 
     def cards_at(self, place: int) -> list[str]:
-        """The port of each machine."""
+        """Returns the port of each machine at this position."""
         return [self.cards[rank][place] for rank in self.first_ranks]
 
     def no_cards(self) -> list[str]:
-        """Why cards are not examined, a line for each reason, if they would be taken or another machine has some."""
+        """Returns a line for each reason why cards are not examined, if they are asked for or some machine has some."""
         if not any(one.cards for one in self.told) and self.told[0].fabric not in choice.BY_CARD:
             return []
         found: dict[str, list[int]] = {}
@@ -116,8 +119,8 @@ class Examination:
         return [f"{self._named(ranks)}: {why}" for why, ranks in found.items()]
 
     def examine(self, network: str | None, place: int | None = None) -> Findings:
-        """network: None: on the address that each rank would take by itself. place: by the port of this place of each
-        machine; None: over TCP."""
+        """Examines a network or ports. network: None uses the default address of each rank. place: position of the port
+        of each machine; None: over TCP."""
         address = None if network is None else addresses.address_in(network)
         unreached = self._reach(address)
         if unreached:
@@ -168,10 +171,10 @@ class Examination:
                 lost[pair] = max(lost.get(pair, 0.0), share)
         return Findings([], links, lost, load, faults)
 
-    # ---- steps, which all ranks take together
+    # ---- collective steps
 
     def _reach(self, address: str | None) -> list[str]:
-        """Which rank does not reach which, a line each."""
+        """Returns a line for each rank that does not reach another."""
         others = [rank for rank, machine in enumerate(self.machine_of) if machine != self.machine_of[self.rank]]
         with contextlib.ExitStack() as stack:
 
@@ -199,14 +202,14 @@ class Examination:
         return [line for lines in self.rendezvous.gather(mine, kind=list[str]) for line in lines]
 
     def _try_store(self) -> None:
-        """Raises EPError, on all ranks, where the store's answers to one pass only while they fit into a packet."""
+        """Raises EPError on all ranks if some rank gets only those answers of the store that fit into a packet."""
         store = self.rendezvous.connection()
         if store is None:
             return
         key = f"trial {self.rank}"
 
         def pass_there_and_back() -> None:
-            with contextlib.suppress(RuntimeError):  # later steps say so
+            with contextlib.suppress(RuntimeError):  # later steps report a failed store
                 store.set(key, "0" * TRIAL_BYTES)
                 store.get(key)
                 store.delete_key(key)
@@ -226,8 +229,8 @@ class Examination:
     def _together(
         self, step: Callable[[], Told | None], kind: type[Told], waits: int = 1
     ) -> tuple[list[Told | None], list[str]]:
-        """What it returned on each rank, and what went wrong, a line each. waits: of `timeout` seconds each that it may
-        take one after the other: a rank that has nothing to do waits for the others."""
+        """Runs a step on all ranks. Returns its result on each, and a line for each error. waits: number of consecutive
+        waits of `timeout` seconds in it, because ranks without work wait for the others."""
         self.rendezvous.barrier()
 
         def take() -> tuple[None, tuple[Told | None, str | None]]:
@@ -241,7 +244,7 @@ class Examination:
         return [result for result, _ in outcomes], [fault for _, fault in outcomes if fault is not None]
 
     def _measure_all(self, trial: NetworkTrial, pairs: Sequence[tuple[int, int]]) -> tuple[list[Link], list[str]]:
-        """Pairs of machines at once, of which a machine is in one at most."""
+        """Measures pairs of machines in parallel. A machine is in at most one of them."""
         pair = next((pair for pair in pairs if self.rank in [self.first_ranks[machine] for machine in pair]), None)
         rates, faults = self._together(lambda: None if pair is None else self._try(trial, pair), float)
         if faults:
@@ -259,7 +262,7 @@ class Examination:
         return links, faults
 
     def _peer(self, pair: tuple[int, int]) -> tuple[int, bool]:
-        """The other one's rank, and whether this one begins."""
+        """Returns the rank of the other machine, and whether this rank begins."""
         first, second = (self.first_ranks[machine] for machine in pair)
         return (second, True) if self.rank == first else (first, False)
 
@@ -272,10 +275,10 @@ class Examination:
         halves = sorted(trial.ping(peer, begins=begins, size=8, rounds=PINGS, timeout=self.timeout)[PINGS // 10 :])
 
         def rate(sends: bool, receives: bool) -> float:
-            """Timed by the sender, until its last credit: a receiver may start after data has arrived."""
+            """Returns bytes per second. Senders time until the last credit; receivers may start after data arrives."""
             seconds = []
             for _ in range(REPEATS):
-                trial.ping(peer, begins=begins, size=1, rounds=1, timeout=self.timeout)  # both are here
+                trial.ping(peer, begins=begins, size=1, rounds=1, timeout=self.timeout)  # both ranks start together
                 ranks = ([peer] if sends else [], [peer] if receives else [])
                 seconds.append(trial.exchange(*ranks, size // CHANNELS, self.timeout))
             return size / min(seconds)
@@ -301,10 +304,10 @@ class Examination:
 
 
 def _arrives(connection: socket.socket) -> bool:
-    """Whether as many bytes come as are sent there."""
+    """Returns whether a large message arrives, while one is sent to the other end."""
     deadline = time.monotonic() + TRIAL_S
     missing = TRIAL_BYTES
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * TRIAL_BYTES)  # the other end may not read yet
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * TRIAL_BYTES)  # both ends may send first
     try:
         connection.settimeout(TRIAL_S)
         connection.sendall(bytes(missing))
@@ -342,7 +345,7 @@ def _introduce(apart: bool, rank: int) -> Machine:
 
 
 def _cards() -> tuple[list[str], list[str], str]:
-    """Ports that can be used, those in whose queues a rank posts by itself, and why there are none."""
+    """Returns usable ports, those to whose queues a rank can post directly, and why there are none."""
     wanted = os.environ.get(choice.VARIABLE)
     if wanted == choice.TCP or (wanted not in choice.BY_CARD and not nvshmem_env.has_cards()):
         return [], [], nvshmem_env.NO_CARD
@@ -362,7 +365,7 @@ def _build() -> str:
 
 
 def rounds_of(machines: int) -> list[list[tuple[int, int]]]:
-    """All pairs, in rounds in which each machine is in one pair at most (the circle method of tournaments)."""
+    """Returns all pairs in rounds, with each machine in at most one pair of a round (the circle method)."""
     size = machines + machines % 2
     circle, rounds = list(range(size)), []
     for _ in range(size - 1):

@@ -1,6 +1,6 @@
-"""`megatron-ep check --network`: every pair of machines of a job, before the job runs: which networks reach all of
-them, over TCP and by network cards, how fast each link is, and whether what is sent over all of them at once arrives in
-order and as it was sent."""
+"""`megatron-ep check --network`: examines every pair of machines of a job before the job runs: which networks connect
+all of them, over TCP and by network cards, the speed of each link, and whether data that is sent over all links in
+parallel arrives in order and unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.network import report
 from megatron_ep.tools.network.examination import TRIAL_S, Examination
 
-FASTER = 1.5  # as fast as the way that would be taken, to be proposed in its place
+FASTER = 1.5  # speed over that of the default network from which another one is proposed
 
 
 def examine_all(rendezvous: StoreRendezvous, timeout: float, *, apart: bool = False) -> tuple[str, int]:
-    """Collective: what a user reads, and the exit status: 1 when something is wrong."""
+    """Returns the report for a user, and the exit status, 1 if there is a fault. Collective."""
     examination = Examination(rendezvous, timeout, apart=apart)
     machines = examination.machines
     head = f"{len(examination.told)} ranks on {len(machines)} machines: {', '.join(machines)}"
@@ -46,10 +46,10 @@ def examine_all(rendezvous: StoreRendezvous, timeout: float, *, apart: bool = Fa
 
 @dataclass
 class Ways:
-    """What was found out about the ways between the machines, as a user reads it.
+    """The findings about networks or ports, as lines for a user.
 
-    rate: bytes per second of the best way's slowest link; None: no way connects all. settings: lines for the job. good:
-    places of ports without a fault.
+    rate: bytes per second of the slowest link of the best one; None: none connects all machines. settings: lines for
+    the job. good: positions of ports without a fault.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Ways:
 
 
 def examine_networks(examination: Examination) -> Ways:
-    """Over TCP. Collective."""
+    """Examines the networks over TCP. Collective."""
     ways, wrong_there = Ways(), list[str]()
     wanted = any(one.wanted for one in examination.told)
     for network in [*([None] if wanted else []), *examination.candidates()]:
@@ -75,7 +75,7 @@ def examine_networks(examination: Examination) -> Ways:
             line = network or examination.told[0].wanted or "..., on each machine as it is"
             ways.rate, ways.settings, wrong_there = findings.slowest, [f"export {addresses.VARIABLE}={line}"], found
         if network is None:
-            break  # as the user wants it
+            break  # the user asks for this network
     ways.is_bad |= bool(wrong_there)
     return ways
 
@@ -107,7 +107,7 @@ def _section(title: str, text: str, faults: Sequence[str]) -> list[str]:
 
 
 def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> list[str]:
-    """Settings for the job: ports that are in order, if they are as fast as TCP."""
+    """Returns settings for the job: the ports without a fault, unless TCP is much faster."""
     if not examination.places():
         return []
     if by_card.rate is None or by_card.rate * FASTER < over_tcp:
@@ -126,7 +126,7 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
 
 
 def _fabric_line(name: str) -> str:
-    """It would take NVSHMEM and NCCL from GPUs that have them."""
+    """Returns the setting of a fabric. It does not suit GPUs with NVSHMEM or NCCL, which it would disable."""
     return f"export {choice.VARIABLE}={name}  # not where GPUs have NVSHMEM or NCCL"
 
 
@@ -140,7 +140,7 @@ def main_of_rank(timeout: float) -> int:
         text, status = examine_all(rendezvous, timeout)
     except EPError:
         with contextlib.suppress(EPError):
-            rendezvous.leave("", lambda _: False, TRIAL_S)  # see below
+            rendezvous.leave("", lambda _: False, TRIAL_S)  # the store may end with rank 0
         raise
     if rank == 0:
         print(text, flush=True)
@@ -149,7 +149,7 @@ def main_of_rank(timeout: float) -> int:
 
 
 def main_of_machine(world_size: int, timeout: float) -> int:
-    """All ranks on this machine, each as if it were one of its own."""
+    """Runs all ranks on this machine, each as if it were a separate machine."""
     from megatron_ep.tools.local_ranks import LocalRanks
 
     with LocalRanks(world_size, 10 * timeout) as ranks:

@@ -1,4 +1,4 @@
-"""What `megatron-ep check --network` says of a network: a table, a picture, and what is wrong."""
+"""The report of `megatron-ep check --network` about a network: a table, a picture, and faults."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-SLOW = 0.3  # of the median link
-LOSSY = 5e-3  # of the packets
-MODEST = 1.25e8  # bytes per second: a link with less is remarked on, also where all are alike
+SLOW = 0.3  # share of the median rate below which a link is slow
+LOSSY = 5e-3  # share of lost packets above which a link is lossy
+MODEST = 1.25e8  # bytes per second below which the report remarks on a link, even if all are equal
 SHADES = " ░▒▓█"
 
 
 @dataclass(frozen=True)
 class Half:
-    """What one rank of a pair has measured: half a round trip, median and p99, in seconds; and how fast it sends, in
-    bytes per second, while nothing comes back, and while the other one sends as much."""
+    """The measurements of one rank of a pair: half a round trip, median and p99, in seconds, and the rate at which it
+    sends, in bytes per second, alone and while the other rank sends as well."""
 
     latency: float
     latency_p99: float
@@ -25,7 +25,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of machines, by number, and what each has measured."""
+    """A pair of machines, by number, and the measurements of each."""
 
     pair: tuple[int, int]
     halves: tuple[Half, Half]
@@ -51,7 +51,7 @@ class Findings:
 
 
 def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
-    """Bytes per second of one way alone, by (from, to)."""
+    """Returns the bytes per second of one direction alone, by (from, to)."""
     rates: dict[tuple[int, int], float] = {}
     for link in findings.links:
         rates[link.pair], rates[link.pair[::-1]] = (half.alone for half in link.halves)
@@ -61,10 +61,10 @@ def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
 def render(
     machines: Sequence[str], findings: Findings, usual: float | None = None, *, judges: bool = True
 ) -> tuple[str, list[str]]:
-    """The table and the picture of one network, and what is wrong with it, a line each.
+    """Returns the table and the picture of a network, and a line for each fault.
 
-    usual: what a link should have, bytes per second; None: the median of these. judges: whether links that are slow or
-    lossy are wrong.
+    usual: expected bytes per second of a link; None: the median of these. judges: whether slow or lossy links are
+    faults.
     """
     if findings.unreached:
         return "", findings.unreached
@@ -95,7 +95,7 @@ def _gbit(rate: float) -> str:
 
 
 def _picture(machines: Sequence[str], rates: dict[tuple[int, int], float]) -> list[str]:
-    """A row for each machine that sends, a column for each that receives; the darker, the faster."""
+    """Returns a picture with a row per sending and a column per receiving machine. Darker is faster."""
     fastest = max(rates.values(), default=1.0)
     width = max(map(len, machines))
     lines = [f"Gbit/s from a row's machine to a column's, {SHADES[-1]} is {_gbit(fastest)}"]

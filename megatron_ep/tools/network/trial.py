@@ -1,5 +1,4 @@
-"""A network between ranks, without a buffer, in order to see how it does: what `bench network` times and `check
---network` examines."""
+"""A network between ranks without a buffer, which `bench network` times and `check --network` examines."""
 
 from __future__ import annotations
 
@@ -11,20 +10,20 @@ from megatron_ep.errors import EPError
 from megatron_ep.fabrics.tcp import Network
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
-MAX_PUT_BYTES = 1 << 16  # unless a trial says otherwise
+MAX_PUT_BYTES = 1 << 16  # default of max_bytes
 Result = TypeVar("Result")
 
 
 class NetworkTrial:
-    """Send queues and connections as those of a buffer, and rings for puts in memory of their own. A context manager.
+    """Send queues and connections like those of a buffer, with rings in separate memory. A context manager.
 
-    Collective. Methods between two ranks are called by these two only. Raises EPError as `Network.connect` does.
+    Collective. Only the two ranks concerned call methods between two ranks. Raises EPError, see `Network.connect`.
 
-    rendezvous: of the ranks.
-    machines: of each rank, by name; only ranks of different ones are connected.
-    channels: rings between two ranks.
-    address, card: as of `Network`.
-    max_bytes: of a put. A rank takes 16 * channels * max_bytes of memory for each rank that it exchanges with.
+    rendezvous: the rendezvous of the ranks.
+    machines: machine name of each rank; only ranks of different machines are connected.
+    channels: number of rings between two ranks.
+    address, card: see `Network`.
+    max_bytes: limit of a put. A rank needs 16 * channels * max_bytes of memory for each rank that it exchanges with.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class NetworkTrial:
                 raise EPError(str(error)) from None
             return Network(rank, machines, nic, address, cards), load
 
-        # before the connections: the others' puts find its memory there
+        # Memory must be registered before the connections, because puts of other ranks write to it.
         self._network, load = rendezvous.agree(make)
         self._load: _C.NetworkLoad | None = load
         try:
@@ -63,8 +62,8 @@ class NetworkTrial:
             raise
 
     def ping(self, peer: int, *, begins: bool, size: int, rounds: int, timeout: float) -> list[float]:
-        """A put of `size` bytes and its signal to a rank that calls this, too, and back: half of each round trip, in
-        seconds. Of the two ranks one begins. Raises EPError when that is not done in `timeout` seconds."""
+        """Sends puts of `size` bytes with a signal to a rank that also calls this, and back. Returns half of each round
+        trip in seconds. One of the ranks begins. Raises EPError if it is not done in `timeout` seconds."""
         return self._run(
             lambda load: load.ping(peer, begins=begins, bytes=size, rounds=rounds, timeout=timeout),
         )
@@ -79,13 +78,13 @@ class NetworkTrial:
         puts: int = 0,
         seed: int | None = None,
     ) -> float:
-        """Sends `size` bytes to each of `targets` in every channel and receives as many from each of `sources`, all at
-        once. Returns the seconds until all is there, on both sides.
+        """Sends `size` bytes to each of `targets` in every channel and receives as many from each of `sources`, in
+        parallel. Returns the seconds until everything has arrived, on both sides.
 
-        puts: instead of a size in bytes, so many puts. With a seed they are of random sizes, and all bytes are compared
-            when they have come.
+        puts: number of puts, instead of a size in bytes. With a seed they have random sizes, and all received bytes are
+            compared.
 
-        Raises EPError when that is not done in `timeout` seconds, and when bytes differ.
+        Raises EPError if it is not done in `timeout` seconds, or if bytes differ.
         """
         count = puts or -(-size // self.max_bytes)
         return self._run(
@@ -95,7 +94,7 @@ class NetworkTrial:
         )
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
-        """See `Network.segments_sent`."""
+        """Returns the segments sent, see `Network.segments_sent`."""
         return self._network.segments_sent()
 
     def _run(self, step: Callable[[_C.NetworkLoad], Result]) -> Result:

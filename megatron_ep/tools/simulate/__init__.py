@@ -1,7 +1,7 @@
-"""Predicted times of dispatch and combine on larger clusters: the protocol's own roles in virtual time.
+"""Predicts times of dispatch and combine on larger clusters, by running the protocol's roles in virtual time.
 
-A `Case` says what is simulated, a `Machine` how long things take there, `predict` returns the times. What is not in
-them: docs/simulate.md.
+A `Case` is what is simulated, a `Machine` has the durations of operations, `predict` returns the times. See
+docs/simulate.md for what they do not include.
 """
 
 from megatron_ep.tools.simulate.case import Case

@@ -1,4 +1,4 @@
-"""What is simulated: ranks, rows, routing and settings, and what a buffer makes of them."""
+"""The simulated case: ranks, rows, routing and settings, and the buffer settings that follow from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
 
 @dataclass(frozen=True)
 class Faults:
-    """What is not as it should be. Ranks are those that are simulated; -1: none.
+    """Simulated faults of simulated ranks; -1 for no rank.
 
-    slow_rank, slow_speed: the network card of that rank has that part of its bandwidth.
-    late_rank, late_us: that rank begins each call so much later.
-    lossy_rank, lost_signal: the so-many-th signal of that rank over the network, from 1, never arrives.
+    slow_rank, slow_speed: a rank, and the share of bandwidth that its network card has.
+    late_rank, late_us: a rank, and the delay with which it begins each call.
+    lossy_rank, lost_signal: a rank, and the number, from 1, of its signal over the network that never arrives.
     """
 
     slow_rank: int = -1
@@ -43,21 +43,21 @@ class Faults:
 
 @dataclass(frozen=True)
 class Case:
-    """A dispatch and a combine, a process a GPU.
+    """A dispatch and a combine, with a process per GPU.
 
-    config: as of a `Buffer`; what it leaves open is what a buffer takes.
-    mode: "normal", or "low-latency": both halves of a call in one launch, a `LowLatency` of as many tokens.
+    config: the Config of a `Buffer`, with the same defaults.
+    mode: "normal", or "low-latency": both halves of a call in one launch, with max_tokens equal to num_tokens.
     num_tokens, hidden, topk: T, H and K.
-    dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16. In the low-latency
-        mode rows of bf16 become fp8 on the way.
-    sum_at: of the low-latency mode's combine, "token" or "expert", see `LowLatency.combine`.
+    dtype: type of dispatched rows, "bf16" or "fp8" with a scale per 128 values; combined rows are bf16. The low-latency
+        mode sends bf16 rows as fp8.
+    sum_at: argument of the low-latency mode's combine, "token" or "expert", see `LowLatency.combine`.
     routing: see `routing.draw`.
-    images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N,
-        as it has to be with maps_rail.
-    maps_rail: nodes reach each other's memory, as nodes of one NVLink domain do: no network cards.
-    seed: of the experts that tokens choose.
-    order_seed: of the order in which happens what happens at the same time; 0: as it was announced.
-    timeout: of a wait, in seconds of virtual time.
+    images: M, the number of simulated nodes, a divisor of N; the others do the same with all nodes shifted. None: N,
+        which maps_rail requires.
+    maps_rail: whether nodes map each other's memory, like nodes of one NVLink domain, and use no network cards.
+    seed: seed of the experts that tokens choose.
+    order_seed: seed of the order of simultaneous events; 0: the order of their announcement.
+    timeout: limit of a wait in seconds of virtual time.
     """
 
     topology: Topology
@@ -141,14 +141,14 @@ class Case:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row of dispatch: payload and scales."""
+        """Returns the bytes of a dispatched row: payload and scales."""
         if self.dtype == "bf16":
             return self.hidden * BF16_BYTES, 0
         return self.hidden, -(-self.hidden // BLOCK) * SCALE_BYTES
 
     @property
     def combine_bytes(self) -> int:
-        """Bytes of a row of combine, which has no scales."""
+        """Returns the bytes of a combined row, which has no scales."""
         return self.hidden * BF16_BYTES
 
     def row_format(self, payload_bytes: int, scale_bytes: int) -> _C.RowFormat:
@@ -161,7 +161,7 @@ class Case:
         )
 
     def compiled_settings(self, traced_rank: int = -1) -> dict[str, Any]:
-        """For the extension, but for the choices of experts."""
+        """Returns the settings for the extension, without the choices of experts."""
         of_mode = self._low_latency_settings() if self.is_low_latency else self._normal_settings()
         return {
             "nodes": self.topology.nodes,
@@ -203,7 +203,7 @@ class Case:
         }
 
     def choices(self) -> list[Any]:
-        """int32 [T, K] of each simulated rank."""
+        """Returns the expert ids, int32 [T, K], of each simulated rank."""
         return [
             routing.draw(
                 self.routing,
@@ -228,11 +228,11 @@ def ring_settings(
     topk: int,
     weight_bytes: int,
 ) -> dict[str, Any]:
-    """For the extension: what a buffer makes of its rings.
+    """Returns a buffer's settings of rings, for the extension.
 
-    dispatched, combined: payload and scales of a row, in bytes; only the former may have scales.
+    dispatched, combined: payload and scales of a row in bytes; only dispatched rows may have scales.
 
-    Raises ValueError for rows that no ring holds.
+    Raises ValueError for rows that do not fit into a ring.
     """
     heap = sizes.gpu_heap(topology, config, num_sms)
 
@@ -266,7 +266,7 @@ def ring_settings(
 
 
 def run_settings(timeout: float, faults: Faults, traced_rank: int = -1, order_seed: int = 0) -> dict[str, Any]:
-    """For the extension: how ranks differ, and when a wait expires; in seconds."""
+    """Returns the faults of ranks and the time limit of a wait, for the extension. timeout: in seconds."""
     return {
         "timeout": 1e9 * timeout,
         "slow_rank": faults.slow_rank,

@@ -1,4 +1,4 @@
-"""How long things take on a machine: constants with their origin, and how well they predict what was measured."""
+"""The performance of a machine: constants with their origin, and the errors of their predictions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ else:
 
 CARD = tuple(name for name in _simulate.CONSTANTS if name.startswith("card"))
 FOLDER = Path(__file__).parent / "machines"
-# What a prediction may differ by from what was measured and not fitted: median, p90, worst. Calls of the low-latency
-# mode last a few dozen us, of which each is a part that matters.
+# The largest allowed errors of predictions of measurements that were not fitted: median, p90, worst. Calls of the
+# low-latency mode take only a few dozen us, so that single microseconds matter.
 MAX_ERROR = {"normal": (0.05, 0.10, 0.20), "low-latency": (0.20, 0.25, 0.25)}
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How far predictions are from measurements that no constant was fitted to, as parts of these.
+    """The relative errors of predictions of measurements that no constant was fitted to.
 
-    figures: how many.
-    measured: when, and at which state of this project, which may be older than this one.
+    figures: number of measurements.
+    measured: their date and the version of this project, which may be older.
     """
 
     figures: int
@@ -45,10 +45,10 @@ class HeldOut:
 class Machine:
     """A machine file.
 
-    sms: of a GPU.
-    constants: ns and GB/s by the names of csrc/exec/virtual/machine.h.
-    held_out: how well those of the GPU predict, by mode (`Case.mode`).
-    band: constants of the network card that nobody has measured here, and the values between which they lie.
+    sms: SMs of a GPU.
+    constants: ns and GB/s, with the names of csrc/exec/virtual/machine.h.
+    held_out: errors of the GPU's constants, by mode (`Case.mode`).
+    band: constants of the network card that have not been measured, and their bounds.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Machine:
 
     @staticmethod
     def load(name: str) -> Machine:
-        """name: of a machine that comes with the package, or a file.
+        """Loads a machine. name: a machine of the package, or a file.
 
-        Raises ValueError for what is no machine file, and for one whose constants predict too badly.
+        Raises ValueError if the file is not a machine file, or if its prediction errors are too large.
         """
         path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
         try:
@@ -76,7 +76,7 @@ class Machine:
 
     @staticmethod
     def default(uses_network: bool) -> Machine:
-        """Returns a machine of the package. uses_network: whether there are several nodes."""
+        """Returns the default machine. uses_network: whether there are several nodes."""
         return Machine.load("h200_cx7" if uses_network else "h200_nvlink")
 
     @staticmethod
@@ -90,11 +90,11 @@ class Machine:
 
     @property
     def has_card(self) -> bool:
-        """Whether its GPUs have network cards."""
+        """Returns whether its GPUs have network cards."""
         return CARD[0] in self.constants
 
     def compiled(self) -> _simulate.Machine:
-        """As the extension takes it; without a card nobody asks for that one's constants."""
+        """Returns the machine for the extension, which does not use the constants of a card that is absent."""
         return _simulate.Machine(sms=self.sms, constants=dict.fromkeys(CARD, 1.0) | self.constants)
 
 

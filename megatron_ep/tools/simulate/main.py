@@ -1,4 +1,4 @@
-"""`megatron-ep simulate NODES RANKS`: what dispatch and combine would take there, from the protocol in virtual time."""
+"""`megatron-ep simulate NODES RANKS`: predicts times of dispatch and combine by the protocol in virtual time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction
     from megatron_ep.tools.simulate.machine import HeldOut
 
-# Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
+# Limit of simulated ranks, because more take minutes. --images, or ranks that differ, override it.
 MAX_RANKS = 8
-TOKENS = {"normal": 4096, "low-latency": 128}  # unless --tokens says otherwise
+TOKENS = {"normal": 4096, "low-latency": 128}  # defaults of --tokens
 NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
-MAX_SIGNAL = 1 << 32  # far beyond what a call sends
-NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
+MAX_SIGNAL = 1 << 32  # more signals than any call sends
+NEAR = 1.03  # time over that of the fastest up to which fewer SMs are preferred
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables; returns 2 for a user's mistake."""
+    """Prints tables. Returns 2 for a user's mistake."""
     try:
         options = _parser().parse_args(argv)
         _simulate(options)
@@ -128,7 +128,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
     lists: list[Sequence[Any]] = [
-        [None] if text is None else numbers(name, text)  # None: what the buffer takes by itself
+        [None] if text is None else numbers(name, text)  # None: the default of the buffer
         for name, text in (
             ("NODES", options.nodes),
             ("--num-sms", options.num_sms),
@@ -170,7 +170,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def default_images(topology: Topology) -> int:
-    """How many nodes stand for all where all ranks are alike."""
+    """Returns the number of simulated nodes if all ranks are alike."""
     allowed = [m for m in range(1, topology.nodes + 1) if topology.nodes % m == 0]
     return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
 
@@ -206,7 +206,7 @@ Found = tuple["Prediction", dict[str, tuple[float, float]]]
 
 
 def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Found:
-    """With the bounds of each phase's time, in us."""
+    """Returns the prediction, and the bounds of each phase's time in us."""
     from megatron_ep.tools.simulate.predict import machines_in_band, predict
 
     choices = case.choices()
@@ -222,12 +222,12 @@ def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Foun
 
 
 def all_phases(prediction: Prediction) -> dict[str, Phase]:
-    """In the order of a call, with notify."""
+    """Returns the phases in the order of a call, including notify."""
     notify = {"notify": prediction.notify} if prediction.notify else {}
     return {**notify, **prediction.phases}
 
 
-# ---- what is printed
+# ---- printed output
 
 
 def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
@@ -249,7 +249,7 @@ def _error(machine: Machine, case: Case) -> HeldOut:
 
 
 def floors_us(prediction: Prediction) -> dict[str, float]:
-    """What the busier of NVLink and network card of a rank needs for the bytes of a phase's rows alone."""
+    """Returns the time of each phase that the busier of a rank's NVLink and network card needs for the rows alone."""
     case, constants = prediction.case, prediction.machine.constants
     floors = {}
     for name, phase in prediction.phases.items():
@@ -287,7 +287,7 @@ def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float
     for name, phase in all_phases(prediction).items():
         low, high = band[name]
         bounds = f"{low:.1f} to {high:.1f}" if high > low else ""
-        floor = f"{floors[name]:.1f}" if name in floors else ""  # counts are no rows
+        floor = f"{floors[name]:.1f}" if name in floors else ""  # notify sends no rows
         print(
             f"{name:10} {phase.at(0.5):9.1f} {phase.at(0.99):9.1f} {phase.us:9.1f} {bounds:>19} {floor:>12}  "
             f"{phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED}",
@@ -331,7 +331,7 @@ def _print_failure(prediction: Prediction) -> None:
 
 
 def _print_recommended(found: Sequence[Found]) -> None:
-    """The fewest SMs with which dispatch and combine together take hardly longer, and with these the fastest."""
+    """Prints the fastest settings among those with the fewest SMs whose total time is near that of the fastest."""
     by_topology: dict[Any, list[tuple[float, Case]]] = {}
     for prediction, _ in found:
         if prediction.first is None:
@@ -349,7 +349,7 @@ def _print_recommended(found: Sequence[Found]) -> None:
         )
 
 
-# ---- what is written
+# ---- written files
 
 
 def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
@@ -395,7 +395,7 @@ def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
 
 
 def plan_times(case: Case, machine: Machine) -> dict[str, str]:
-    """For `megatron-ep env --plan`: what each phase takes and waits for."""
+    """Returns the time of each phase and what it waits for, for `megatron-ep env --plan`."""
     prediction, band = _predict(case, machine, -1, True)
     if prediction.first is not None:
         raise RuntimeError(f"the simulation ended with {prediction.first}")

@@ -1,4 +1,4 @@
-"""Pictures of predictions, as SVG that light and dark pages show: time over ranks, and what a rank's warps did."""
+"""Pictures of predictions, as SVG for light and dark pages: time over ranks, and the activity of a rank's warps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLE = """
       .row { fill: #3a424d } .room { fill: #b57a18 } .steps { fill: #476a9c }
     }
   """
-# The order in which a row meets them.
+# Roles in the order in which a row passes through them.
 ROLES = (
     "nvl_sender",
     "rdma_sender",
@@ -47,8 +47,7 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Point:
-    """One case of a picture over ranks: us of a phase, between which bounds it may lie, its floor, and what others
-    publish."""
+    """One case of a picture over ranks: us of a phase, their bounds, the floor, and published times of others."""
 
     ranks: int
     us: float
@@ -75,7 +74,7 @@ def _svg(width: int, height: int, title: str, text: str, body: Sequence[str]) ->
 
 
 def _ticks(end: float) -> list[float]:
-    """Five to ten round values from 0 to at least `end`."""
+    """Returns five to ten round values from 0 to at least `end`."""
     step = next(s * 10.0**p for p in range(-3, 12) for s in (1, 2, 5) if end / (s * 10.0**p) <= 8)
     ticks = [0.0]
     while ticks[-1] < end:
@@ -84,7 +83,7 @@ def _ticks(end: float) -> list[float]:
 
 
 def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
-    """A panel for each phase: time, its band, its floor and what others publish, over numbers of ranks."""
+    """Returns a panel per phase: time, its bounds, its floor and published times of others, over numbers of ranks."""
     width, height, left, top, bottom = 460, 330, 70, 56, 270
     body = []
     others = sorted({who for points in phases.values() for point in points for who in point.published})
@@ -157,7 +156,7 @@ def _legend(left: int, y: int, keys: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def role_bars(title: str, phases: Mapping[str, Phase]) -> str:
-    """For each phase and role how its warps spent their time: copies and sums, other steps, waits."""
+    """Returns bars of the time of each phase's roles: copies and sums, other steps, waits."""
     left, right, line, y = 210, 960, 26, 64
     body = [f'<text class="h" x="16" y="32">{html.escape(title)}</text>']
     told = []
@@ -189,7 +188,7 @@ def role_bars(title: str, phases: Mapping[str, Phase]) -> str:
 
 
 def timeline(title: str, phase: Phase, channel: int) -> str:
-    """What the warps of a channel of the traced rank did: working, waiting for rows, waiting for room."""
+    """Returns the timeline of the warps of a channel of the traced rank: working, waiting for rows or for room."""
     tracks = sorted(
         (track for track in phase.tracks if track.channel == channel and track.role in ROLES),
         key=lambda track: (ROLES.index(track.role), track.begin),

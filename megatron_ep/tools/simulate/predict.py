@@ -1,4 +1,4 @@
-"""From a case and a machine to times."""
+"""Predicts the times of a case on a machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ep import _simulate
 from megatron_ep.tools.simulate.case import Case
 from megatron_ep.tools.simulate.machine import Machine
 
-# Servers of a rank, as users know them.
+# Names of a rank's servers for users.
 SERVERS = {
     "sm": "stores and loads of the SMs",
     "memory": "memory of the GPU",
@@ -21,13 +21,12 @@ SERVERS = {
     "link_in": "NVLink, incoming",
     "card": "network card",
 }
-# A server that is busy for so much of the time is what a phase waits for.
+# Share of the time from which a busy server is the bottleneck of a phase.
 BOTTLENECK = 0.75
 
-# What has no role of the protocol's is the local pass.
+# Work without a role of the protocol is the local pass.
 LOCAL_PASS = "local pass"
-# What warps of notify wait for where they wait for nothing of the protocol's: each of its steps begins when all warps
-# of the rank have ended the one before.
+# Wait of notify's warps between steps, each of which begins when all warps of the rank have ended the previous one.
 MEETING = "the other warps of the rank"
 
 Look = Callable[[str, float], None]
@@ -35,10 +34,10 @@ Look = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Role:
-    """What the warps of a role did, of all simulated ranks. Times are in us, summed over these warps.
+    """The work of the warps of a role on all simulated ranks. Times are in us, summed over these warps.
 
-    copied: of it in copies and sums of rows.
-    waited: by what they waited for.
+    copied: time in copies and sums of rows.
+    waited: time in waits, by what they waited for.
     """
 
     warps: int
@@ -49,7 +48,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Track:
-    """A warp of the traced rank: us from the launch on, and its waits (what for, from, to)."""
+    """A warp of the traced rank: us since the launch, and its waits (what for, from, to)."""
 
     role: str
     channel: int
@@ -63,12 +62,13 @@ class Track:
 class Phase:
     """Notify, dispatch or combine.
 
-    is_calibrated: whether measurements of it were among those that the machine's constants were fitted to.
-    rail_rows: of the simulated ranks, rows that cross the network.
-    peer_rows: likewise, rows that come to another rank: all in the normal mode, over NVLink in the low-latency mode.
+    is_calibrated: whether the machine's constants were fitted to measurements of this phase.
+    rail_rows: rows of the simulated ranks that cross the network.
+    peer_rows: rows that they send to another rank: all in the normal mode, those over NVLink in the low-latency mode.
     ends: us after which each simulated rank is done.
-    busy: of the time, by server, of the rank where it is most.
-    bytes_sent, row_bytes, messages: of all simulated network cards; those of rows, or counts, without those of flags.
+    busy: busy share of the time, by server, of the rank with the largest.
+    bytes_sent, row_bytes, messages: totals of all simulated network cards; row_bytes are those of rows, or counts,
+        without flags.
     """
 
     is_calibrated: bool
@@ -83,13 +83,13 @@ class Phase:
     tracks: list[Track] = field(default_factory=list)
 
     def at(self, part: float) -> float:
-        """The time of the rank at this part of all, by time: 0.5 the median, 1 the last."""
+        """Returns the time of the rank at this quantile: 0.5 the median, 1 the last."""
         ordered = sorted(self.ends)
         return ordered[min(len(ordered) - 1, round(part * (len(ordered) - 1)))]
 
     @property
     def us(self) -> float:
-        """Time of the slowest rank."""
+        """Returns the time of the slowest rank."""
         return max(self.ends)
 
     @property
@@ -102,14 +102,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case takes on a machine.
+    """The predicted times of a case on a machine.
 
-    phases: dispatch with its layout known ("dispatch"), and combine.
-    notify: the exchange of counts before a dispatch whose layout is not known; None in the low-latency mode, and where
-        it ended badly. Nobody has measured it alone, so it is not calibrated.
-    incidents: of waits that ended badly, as of an `EPError`.
-    first: who gave up first, and why; None: nobody.
-    ended_in: in which phase that was, which has no time, as those behind it.
+    phases: dispatch with a known layout ("dispatch"), and combine.
+    notify: the exchange of counts before a dispatch without a known layout; None in the low-latency mode, or if it
+        failed. It is not calibrated, because it has not been measured alone.
+    incidents: incidents of failed waits, as in an `EPError`.
+    first: reason and rank of the first failure; None: there is none.
+    ended_in: the phase of that failure. It and later phases have no times.
     """
 
     case: Case
@@ -124,11 +124,11 @@ class Prediction:
 def predict(
     case: Case, machine: Machine, *, trace_rank: int = -1, look: Look | None = None, choices: Any = None
 ) -> Prediction:
-    """Simulates a dispatch, in the normal mode with its notify before, and its combine.
+    """Simulates a dispatch, in the normal mode after its notify, and its combine.
 
-    trace_rank: whose warps have tracks in the result; -1: nobody's.
-    look: called now and then with the phase and how much of it is done, 0 to 1.
-    choices: as of `Case.choices`, if the caller has them.
+    trace_rank: rank whose warps have tracks in the result; -1: none.
+    look: called regularly with the phase and its progress, 0 to 1.
+    choices: result of `Case.choices`; None: it is called.
 
     Raises ValueError for settings that no buffer could have; KeyboardInterrupt for Ctrl-C.
     """
@@ -166,7 +166,7 @@ def predict(
 
 
 def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
-    """found: as the extension returns it."""
+    """Returns a phase. found: result of the extension."""
     return Phase(
         is_calibrated=is_calibrated,
         rail_rows=rail_rows,
@@ -200,7 +200,7 @@ def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibr
 
 
 def machines_in_band(machine: Machine) -> Iterator[Machine]:
-    """The ends between which a machine's constants of the network card lie."""
+    """Returns the machines with the network card's constants at their bounds."""
     if not machine.band:
         return
     for values in itertools.product(*machine.band.values()):

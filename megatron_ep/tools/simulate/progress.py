@@ -1,4 +1,4 @@
-"""A bar on a terminal, for simulations."""
+"""A progress bar of simulations on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """phases: how many will be simulated, notify not counted."""
+    """A progress bar, a context manager. phases: number of phases that are simulated, without notify."""
 
     def __init__(self, title: str, phases: int) -> None:
         from rich.console import Console

@@ -1,5 +1,5 @@
-"""What others publish, for pictures: machines/published.csv, whose figures docs/benchmarks.md and docs/simulate.md name
-with their sources. Over network cards of 400 Gb/s, each with hardware of its own."""
+"""Published times of others, for pictures: machines/published.csv. docs/benchmarks.md and docs/simulate.md have their
+sources. All use network cards of 400 Gb/s, on different hardware."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ep.tools.simulate.machine import FOLDER
 
 
 def published_us(case: Case, phase: str) -> dict[str, float]:
-    """us of a phase by who publishes it, for the shape and the ranks of a case. Combine's rows are bf16."""
+    """Returns published us of a phase by publisher, for the shape and ranks of a case. Combined rows are bf16."""
     if not case.uses_network:
         return {}
     dtype = case.dtype if phase == "dispatch" else "bf16"

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a simulated rank choose."""
+"""The experts that tokens of a simulated rank choose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = "uniform, zipf:S with S in [0, 4], nodes:M, or trace:FILE"
 def check(
     routing: str, topology: Topology, *, simulated_ranks: int, num_tokens: int, topk: int, num_experts: int
 ) -> None:
-    """Raises ValueError for a routing that there is not."""
+    """Raises ValueError for an invalid routing."""
     kind, _, text = routing.partition(":")
     if kind == "trace" and text:
         traced = _read(text)
@@ -54,16 +54,16 @@ def check(
 def draw(
     routing: str, topology: Topology, *, rank: int, num_tokens: int, topk: int, num_experts: int, seed: int
 ) -> torch.Tensor:
-    """int32 [T, K], different experts of a token, drawn without replacement.
+    """Returns int32 [T, K], distinct experts per token, drawn without replacement.
 
-    uniform: each expert alike. zipf:S: expert i with weight 1 / (i + 1)^S. nodes:M: of experts on M nodes of a token,
-    drawn alike. trace:FILE: the first tokens of what `torch.save` wrote, integers [ranks, T, K].
+    routing: "uniform": equal weights. "zipf:S": expert i has weight 1 / (i + 1)^S. "nodes:M": equal weights, limited to
+        M random nodes per token. "trace:FILE": the first tokens of a file of `torch.save`, integers [ranks, T, K].
     """
     kind, _, text = routing.partition(":")
     if kind == "trace":
         return _read(text)[rank, :num_tokens].to(torch.int32).contiguous()
     generator = torch.Generator().manual_seed((seed << 20) + rank)
-    # the topk largest of log(weight) + Gumbel noise
+    # The topk largest of log(weight) + Gumbel noise are drawn without replacement.
     keys = torch.rand(num_tokens, num_experts, generator=generator).clamp_(min=1e-30)
     if kind == "zipf":
         keys = -(-keys.log_()).log_()
@@ -78,7 +78,7 @@ def draw(
 def _read(file: str) -> torch.Tensor:
     try:
         found = _load(file, os.stat(file).st_mtime_ns)
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many types
         reason = error.strerror if isinstance(error, OSError) else "is no file of torch.save"
         raise ValueError(f"routing trace:{file}: {reason}") from None
     if not isinstance(found, torch.Tensor) or found.dim() != 3 or found.is_floating_point() or not found.numel():
@@ -88,5 +88,5 @@ def _read(file: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _load(file: str, changed: int) -> Any:
-    """Once for all ranks. changed: when it was written."""
+    """Loads a file once for all ranks. changed: its modification time, part of the cache key."""
     return torch.load(file, weights_only=True)

@@ -1,4 +1,4 @@
-"""What moving attention's rows by a plan takes: the roles of `SequenceDispatcher` in virtual time."""
+"""Predicts the times of moving attention's rows by a plan: the roles of `SequenceDispatcher` in virtual time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_ep.tools.simulate.case import MAX_SIMULATED_RANKS, Faults, ring_se
 from megatron_ep.tools.simulate.machine import Machine
 from megatron_ep.tools.simulate.predict import Look, Phase, phase_of
 
-# Ways in the order of a call; those behind the output are of the backward pass, beside those of Q and of the output,
-# which go back as they came.
+# Exchanges in the order of a call. The backward pass has those after the output, and the reverse of Q's and the
+# output's.
 Q, K_AND_V, OUT, K_GRADIENT = "Q", "K and V", "output", "gradient of K"
 WAYS = (Q, K_AND_V, OUT, K_GRADIENT)
-TIMEOUT_S = 10.0  # of virtual time, of a wait: none takes so long
+TIMEOUT_S = 10.0  # limit of a wait in virtual time, which none reaches
 
 
 def predict_ways(
@@ -30,15 +30,14 @@ def predict_ways(
     num_sms: int,
     look: Look | None = None,
 ) -> dict[str, Phase]:
-    """The phases of `WAYS`, of which the gradient of V takes another one like that of K.
+    """Returns the phases of `WAYS`. The gradient of V has a phase like that of K.
 
-    row_bytes: of rows of 16 bits, those of V as long as those of K. Gradients of K and V that nodes sum are twice as
-        long.
-    num_sms: of each rank.
-    look: called now and then with the way and how much of it is done, 0 to 1.
+    row_bytes: bytes of 16-bit rows; those of K and V are equal. Gradients of K and V that nodes sum are twice as long.
+    num_sms: SMs of each rank.
+    look: called regularly with the exchange and its progress, 0 to 1.
 
     Raises ValueError for a plan of other ranks, rows of K and V that differ, several nodes on a machine without a
-    network card, and settings that no buffer could have; RuntimeError when a wait expires, which none does.
+    network card, and settings that no buffer could have; RuntimeError if a wait expires.
     """
     if plan.world != topology.world_size:
         raise ValueError(f"plan is for {plan.world} ranks, must be for the {topology.world_size} of the topology")
@@ -104,7 +103,7 @@ def predict_ways(
 
 
 def times_of(phases: Mapping[str, Phase]) -> dict[str, float]:
-    """In ms: each way, and what a call takes there and back, alone and with its gradients."""
+    """Returns the ms of each exchange, and of a call's exchanges there and back, alone and with its gradients."""
     times = {way: phases[way].us / 1e3 for way in WAYS}
     forth, copies, back, gradient = times.values()
     return times | {

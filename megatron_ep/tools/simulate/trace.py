@@ -1,4 +1,4 @@
-"""A rank's warps as a trace that Perfetto and chrome://tracing show: a process an SM, a thread a warp."""
+"""A rank's warps as a trace for Perfetto and chrome://tracing, with a process per SM and a thread per warp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_ep.tools.simulate.predict import Phase
 
 
 def trace_of(phases: dict[str, Phase]) -> dict[str, Any]:
-    """In the format of Chrome's trace events. Phases follow each other; times are in us."""
+    """Returns a trace in the format of Chrome's trace events. Phases are consecutive; times are in us."""
     events: list[dict[str, Any]] = []
     start = 0.0
     for name, phase in phases.items():
