@@ -1,10 +1,10 @@
-"""The network of the host: ranks on different machines, connected by TCP, one connection a pair. Where a network card
-does the work (`verbs.py`), each connection has one of its queue pairs, or, where ranks post in a card's queues by
-themselves, all of those to a rank.
+"""The network of the host: ranks on different machines, with a TCP connection per pair. If a network card carries the
+data (`verbs.py`), each connection also has a queue pair or, if ranks post to queues of cards directly, all queue pairs
+of the pair.
 
-Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
-stranger is 32 bytes, for five seconds, and not from many at a time. With MEGATRON_EP_SECRET ranks also prove to each
-other that they know it, and that nobody has changed what they told through the store.
+Each rank listens on one address, on a port that the system picks, while the others connect. From an unknown peer it
+reads 32 bytes, for at most five seconds, and only from a limited number at a time. With MEGATRON_EP_SECRET ranks also
+prove that they know the secret, and that their messages through the store are unchanged.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from megatron_ep.meeting.rendezvous import LOOK_S, WARN_S, StoreRendezvous
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
 MAGIC, VERSION = b"MEGATREP", 4
-HELLO_S = 5.0  # that a stranger may take to say who it is
-MAX_STRANGERS = 64  # who have not said yet
+HELLO_S = 5.0  # seconds that an unknown peer may take for its hello
+MAX_STRANGERS = 64  # limit of connections without a hello
 SECRET = "MEGATRON_EP_SECRET"
 MIN_SECRET = 16  # characters
 RETRY_S = 0.2
 TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
-SILENCE_S = 10.0  # after which a machine that answers nothing is lost
-QUIET_S = 2.0  # after which a failure's text says that nothing was heard
-LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
+SILENCE_S = 10.0  # seconds after which a machine that does not answer is lost
+QUIET_S = 2.0  # seconds after which errors mention that a machine or process is silent
+LEAVE_S = 2.0  # seconds that sent data may take to leave when a buffer is closed
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a rank listens, and by rank: what each other one shall say there, what it is told in return, and what there
-    is to know of a card's queue pair to it, if there is one."""
+    """The address on which a rank listens, and by rank: the token that it must send there, the token of the answer, and
+    the address of a card's queue pair to it, if there is one."""
 
     host: str
     port: int
     tokens: list[bytes]
     answers: list[bytes]
     pairs: list[bytes]
-    cards: list[str]  # names of their ports
+    cards: list[str]  # names of the cards' ports
     settings: dict[str, int]  # environment variables that must be equal on all ranks
-    proof: bytes = b""  # that a rank has told this which knows the secret
+    proof: bytes = b""  # proof that a rank with the secret wrote this
 
     @classmethod
     def by(
@@ -76,7 +76,7 @@ class Listening:
         return cls(host, port, tokens, answers, addresses, list(cards), verbs.settings() if cards else {})
 
     def proved(self, rank: int) -> Listening:
-        """With the proof that this rank tells it. Raises ValueError as `proof` does."""
+        """Returns this with the proof that this rank wrote it. Raises ValueError, see `proof`."""
         bare = replace(self, proof=b"")
         if not os.environ.get(SECRET):
             return bare
@@ -86,13 +86,12 @@ class Listening:
 class Network:
     """The connections of one rank.
 
-    rank: this one.
-    machines: of each rank, by which those of this machine are told from the others.
-    nic: what carries its bytes.
-    cards: those that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
-        beside them the rest.
-    places: the machine of each rank where `machines` are parts of them; None: the same.
-    address: on which this rank listens; None: `own_address`.
+    rank: this rank.
+    machines: machine of each rank; ranks of different machines are connected.
+    nic: the software NIC, which carries the data.
+    cards: the cards of the NIC. With cards, TCP connections carry only status, and queue pairs everything else.
+    places: machine of each rank if `machines` are parts of machines; None: equal to `machines`.
+    address: address on which this rank listens; None: `own_address`.
     """
 
     def __init__(
@@ -111,12 +110,12 @@ class Network:
         self._machines = list(machines)
         self._others = [other for other, machine in enumerate(machines) if machine != machines[rank]]
         self.nic = nic
-        self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
-        self._descriptors: dict[int, int] = {}  # while it runs
+        self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # also runs at exit
+        self._descriptors: dict[int, int] = {}  # descriptors of open connections
         _networks.add(self)
 
     def connect(self, rendezvous: StoreRendezvous) -> None:
-        """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
+        """Connects all ranks. Collective. Raises EPError on all ranks if two of them cannot be connected."""
         others = self._others
         with contextlib.ExitStack() as stack:
 
@@ -147,7 +146,7 @@ class Network:
                     self.nic.join(rank, told[rank].pairs[self._rank])
                 return connections
 
-            connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
+            connections = rendezvous.agree(join, seconds=limit)  # connects all queue pairs before any rank sends
             self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
             sockets: list[list[int]] = [[] for _ in told]
             beside: list[list[_C.QueuePair]] = [[] for _ in told]
@@ -155,10 +154,10 @@ class Network:
                 sockets[rank].append(connection.detach())
                 beside[rank] += [pairs[rank]] if pairs else []
             self.nic.start(sockets, beside, SILENCE_S)
-        rendezvous.barrier()  # nobody's connection ends before all have begun
+        rendezvous.barrier()  # no connection ends before all ranks have started
 
     def connect_part(self, rendezvous: StoreRendezvous) -> None:
-        """After a part of the buffer was opened here while it runs: nobody sends to it before all have. Collective."""
+        """Waits until all ranks have opened a new part of a buffer, before any rank sends to it. Collective."""
         if not self._is_direct:
             rendezvous.barrier()
             return
@@ -184,38 +183,38 @@ class Network:
         return any(card.is_direct for card in self._cards)
 
     def cards(self) -> list[str]:
-        """What to say of the cards, if there are any."""
+        """Returns a line about the cards, if there are any."""
         names = " and ".join(card.port_name for card in self._cards)
         return [f"rank {self._rank} has {names}"] if names else []
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
-        """How many packets this machine has sent to each rank, and how many of them again."""
+        """Returns the numbers of packets sent to each rank, and of those that were retransmitted."""
         return {rank: _segments_sent(descriptor) for rank, descriptor in self._descriptors.items()}
 
     def unheard(self, rank: int) -> tuple[str, float] | None:
-        """The machine of a rank, and for how many seconds it has answered nothing; None: it answers."""
+        """Returns the machine of a rank and the seconds since its last answer; None if it answers."""
         _, machine = self.nic.silence(rank)
         return (self._machines[rank], machine) if machine > QUIET_S else None
 
     def fate_of(self, rank: int) -> str | None:
-        """What can be seen of the process of a rank of another machine; None: nothing that is known."""
+        """Returns the fate of the process of a rank of another machine; None if it is unknown."""
         process, machine = self.nic.silence(rank)
         if process < QUIET_S or machine > QUIET_S:
             return None
         return f"has said nothing for {process:.0f} s, though its machine answers"
 
     def disconnect(self) -> None:
-        """At once: what was sent may be lost."""
+        """Closes the connections immediately. Sent data may be lost."""
         self._descriptors.clear()
         self.nic.stop(0.0)
 
     def close(self) -> None:
-        """Once what was sent has left, within a bound."""
+        """Closes the connections after sent data has left, or after LEAVE_S."""
         self._descriptors.clear()
         self._leave()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, which would keep the connections open when its parent has ended."""
+        """Closes the descriptors of a forked child, which would keep connections open after its parent has ended."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -233,7 +232,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_alike(settings: Sequence[Mapping[str, int]]) -> None:
-    """Raises ValueError where environment variables of the network differ between ranks."""
+    """Raises ValueError if environment variables of the network differ between ranks."""
     for rank, own in enumerate(settings):
         for name, first in settings[0].items():
             if own.get(name) != first:
@@ -244,7 +243,8 @@ def check_alike(settings: Sequence[Mapping[str, int]]) -> None:
 
 
 def proof(*parts: bytes) -> bytes:
-    """Of these by the secret of all ranks; empty without one. Raises ValueError for a secret that is too short."""
+    """Returns the HMAC of these parts with the secret of all ranks; b"" without a secret. Raises ValueError if the
+    secret is too short."""
     secret = os.environ.get(SECRET) or ""
     if not secret:
         return b""
@@ -254,7 +254,7 @@ def proof(*parts: bytes) -> bytes:
 
 
 def check_proofs(proofs: Sequence[bytes], expected: Sequence[bytes]) -> None:
-    """Raises ValueError where a rank knows another secret, or none, or somebody has changed what it told."""
+    """Raises ValueError if a rank has another secret or none, or if its message was changed."""
     for rank, (given, wanted) in enumerate(zip(proofs, expected, strict=True)):
         if not hmac.compare_digest(given, wanted):
             raise ValueError(
@@ -271,8 +271,8 @@ def _segments_sent(descriptor: int) -> tuple[int, int]:
 
 
 def listen(address: str | None = None) -> socket.socket:
-    """On a port that the system chooses. address: None: `own_address`. Raises ValueError for an address that is none of
-    this machine, and says where it comes from."""
+    """Listens on a port that the system picks. address: None for `own_address`. Raises ValueError, with the origin of
+    the address, if it is not an address of this machine."""
     if address:
         origin = "address"
     elif os.environ.get(VARIABLE):
@@ -284,7 +284,7 @@ def listen(address: str | None = None) -> socket.socket:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
-        parsed = None  # bind says what it thinks of it
+        parsed = None  # bind raises the error
     is_mapped = isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped
     if parsed and (parsed.is_unspecified or parsed.is_multicast or is_mapped or "%" in address):
         raise ValueError(f"{origin} is {address!r}, must be an address of this machine that means it on others, too")
@@ -301,14 +301,14 @@ def listen(address: str | None = None) -> socket.socket:
 
 
 class _Joining:
-    """The connections of a rank while they come to be: it calls the lower ranks, and the higher ones call it."""
+    """The connections of a rank during set-up. It connects to lower ranks, and higher ranks connect to it."""
 
     def __init__(self, rank: int, told: Sequence[Listening]):
         self.rank, self.told = rank, told
         self.made: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
-        self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
-        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # and the answer so far
+        self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # deadline, and bytes received
+        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # connection, and bytes of the answer
         self.retry_at: dict[int, float] = {}
         self.why: dict[int, str] = {}
 
@@ -330,8 +330,8 @@ class _Joining:
         self.retry_at[other] = time.monotonic() + RETRY_S
 
     def word(self, connection: socket.socket, name: bytes, token: bytes, is_caller: bool) -> bytes:
-        """What shows on a connection that the token is known: the token itself or, with a secret, a proof of it between
-        these two addresses alone."""
+        """Returns what proves on a connection that the token is known: the token or, with a secret, a proof that is
+        valid only between these two addresses."""
         ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
         caller, called = ends if is_caller else reversed(ends)
         return proof(name, token, repr((caller, called)).encode())[:TOKEN_BYTES] or token
@@ -372,7 +372,7 @@ class _Joining:
         except OSError:
             return
         if len(self.strangers) >= MAX_STRANGERS:
-            self.turn_away(next(iter(self.strangers)))  # who came first
+            self.turn_away(next(iter(self.strangers)))  # the oldest one
         stranger.setblocking(False)
         self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
         self.selector.register(stranger, selectors.EVENT_READ)
@@ -422,7 +422,7 @@ def _connect_all(
     limit: float,
     look: Callable[[], None] = lambda: None,
 ) -> dict[int, socket.socket]:
-    """The connections to each of the others. Raises EPError that names those who could not be reached in time, and what
+    """Returns the connections to the others. Raises EPError with the ranks that could not be reached in time, and what
     `look` raises, which is called about once a second."""
     warn_at = time.monotonic() + WARN_S
 
@@ -452,8 +452,8 @@ def join(
     limit: float,
     look: Callable[[Mapping[int, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """The connections that come to be in `limit` seconds, and why those did not that this rank has called. look: is
-    given both about once a second, and ends it by raising."""
+    """Returns the connections made in `limit` seconds, and errors of those that this rank could not make. look: called
+    with both about once a second; ends the set-up by raising."""
     joining = _Joining(rank, told)
     callers = {other for other in others if other > rank}
     joining.selector.register(listener, selectors.EVENT_READ)

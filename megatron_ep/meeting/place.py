@@ -1,5 +1,5 @@
-"""Where the ranks of a group meet: keys of a store that are theirs alone. A store may outlive processes that met in it
-and crashed; those that are started in their place must find each other, and nothing that the former ones have left.
+"""The keys of a store with which the ranks of a group meet. A store may outlive processes that crashed. Processes that
+replace them must find each other, and ignore keys of the former ones.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_ep.meeting.addresses import VARIABLE, address_in
 
 Result = TypeVar("Result")
 
-TELL_S = 5.0  # that a store may take for what need not be told
-STORE_S = 60.0  # that the ranks of a group without a store may take to find the one that rank 0 opens
+TELL_S = 5.0  # seconds that a store may take for optional messages
+STORE_S = 60.0  # seconds that the ranks of a group without a store may take to connect to the store of rank 0
 
 
 @dataclass(frozen=True)
 class Presence:
-    """What a rank tells of itself before the others have met it.
+    """The state of a rank that other ranks can read before a rendezvous.
 
-    question: to which a living rank 0 answers where to meet; "" while it does not ask. With a failure: what names it,
-        words of which a rank that has heard of one does not heed it again.
-    machine, pid: of its process. since: when it wrote this, by `time.time()`.
-    failure: why nobody need come to the next rendezvous; "" if there is no reason.
+    question: a name; a living rank 0 answers it with the name of the rendezvous. "" if there is none. With a failure:
+        names of the failure, which a rank that knows one of them ignores.
+    machine, pid: machine and id of its process. since: when it was written, by `time.time()`.
+    failure: why the next rendezvous will not take place; "" if there is no reason.
     """
 
     question: str
@@ -47,53 +47,53 @@ class Presence:
 
     @property
     def is_of_this_job(self) -> bool:
-        """Whether it was written since this process was started: by then all processes of the job had been."""
+        """Whether it was written after this process was started, and thus by a process of the same job."""
         return self.since >= processes.started()
 
     @property
     def fate(self) -> str | None:
-        """What is seen to have become of its process; None while it runs, or is one of another machine."""
+        """The fate of its process; None while it runs, or if it is on another machine."""
         is_here = self.machine == processes.machine() and self.is_of_this_job
         return processes.process_fate(self.pid) if is_here else None
 
 
 class Place:
-    """Of one rank, for all rendezvous of a group.
+    """The keys of one rank, for all rendezvous of a group.
 
-    store: where nothing has these keys but the ranks of the group.
-    name: of the place, as errors show it.
+    store: a store whose keys only ranks of the group use.
+    name: name of the place in errors.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, name: str):
         self.store = store
         self.rank, self.world_size, self.name = rank, world_size, name
-        self.begun = 0  # rendezvous
+        self.begun = 0  # number of rendezvous
         self.came = 0.0  # when this rank began the last one, by `time.time()`
-        self.has_failed = False  # since it has met the others
+        self.has_failed = False  # whether this rank has failed since it met the others
         self._process = os.getpid()
-        self.meeting = threading.Lock()  # one rendezvous at a time begins
-        self.left: list[Callable[[dist.Store], None]] = []  # takes what a rendezvous that is over has left in the store
-        self.heard: set[str] = set()  # what names failures
+        self.meeting = threading.Lock()  # held while a rendezvous begins
+        self.left: list[Callable[[dist.Store], None]] = []  # functions that delete the keys of finished rendezvous
+        self.heard: set[str] = set()  # names of known failures
 
     def write(self, store: dist.Store, question: str = "", failure: str = "") -> None:
-        """What this rank tells from now on."""
+        """Writes this rank's presence."""
         self.heard.update(question.split())
         presence = Presence(question, processes.machine(), os.getpid(), time.time(), codec.readable(failure))
         store.set(f"rank/{self.rank}", codec.encode(presence).decode())
 
     def read(self, store: dist.Store, rank: int) -> Presence | None:
-        """What another rank tells, if it tells anything."""
+        """Returns another rank's presence; None if it has written none."""
         key = f"rank/{rank}"
         if not store.check([key]):
             return None
         try:
             return codec.decode(store.get(key), Presence)
-        except ValueError:  # somebody else's
+        except ValueError:  # no rank of this library wrote it
             return None
 
     def failure_of(self, presence: Presence) -> str:
-        """A failure that has not been heard of; "" without one. A rank that has failed itself and comes again does not
-        heed what others told before: they may have made the same mistake, and come again, too."""
+        """Returns a new failure; "" if there is none. A rank that has failed and comes again ignores earlier failures
+        of others, because they may have made the same mistake, and come again as well."""
         names = presence.question.split()
         if self.has_failed and presence.since < self.came:
             return ""
@@ -103,8 +103,8 @@ class Place:
         return codec.readable(presence.failure)
 
     def tell(self, failure: str = "") -> None:
-        """Tells those who come to the next rendezvous that this process takes part, or why it does not. Does nothing in
-        a forked child. Raises RuntimeError where the store does not answer."""
+        """Publishes that this process takes part in the next rendezvous, or why it does not. Does nothing in a forked
+        child. Raises EPError or RuntimeError if the store does not answer."""
         name = new_name() if failure else ""
         self.has_failed |= bool(failure)
         if self._process == os.getpid():
@@ -112,13 +112,13 @@ class Place:
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, Place] = weakref.WeakKeyDictionary()
-# Opened by this process: its buffers, and those of other ranks, may outlive who asked for them.
+# Stores are kept until the process ends, because buffers of this and other ranks may outlive their callers.
 _opened: list[dist.Store] = []
 
 
 def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(seconds=STORE_S)) -> Place:
-    """That of a group; None: the default group. Collective where torch has no record of the group. Raises EPError if a
-    rank of such a group does not come within `timeout`."""
+    """Returns the place of a group; None: the default group. Collective if torch has no record of the group. Raises
+    EPError if a rank of such a group does not come within `timeout`."""
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group is None, must be a process group unless torch.distributed is initialized")
@@ -133,7 +133,7 @@ def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(sec
 
 
 def is_known(group: dist.ProcessGroup) -> str | None:
-    """The name under which torch knows a group. None for one that somebody has made around another one, or without
+    """Returns torch's name of a group; None for a group object that wraps another one, or without
     torch.distributed."""
     return distributed_c10d._world.pg_names.get(group)
 
@@ -152,7 +152,7 @@ def _place_by(group: dist.ProcessGroup, timeout: timedelta) -> Place:
 
 
 def opened_place(rank: int, world_size: int, from_rank_0: Callable[[Any], Any]) -> Place:
-    """A place in a store that rank 0 opens. Collective. from_rank_0: gives all ranks what it was given by rank 0."""
+    """Returns a place in a store that rank 0 opens. Collective. from_rank_0: returns rank 0's argument on all ranks."""
     opened, timeout = None, timedelta(seconds=STORE_S)
     if rank == 0:
         wanted = os.environ.get(VARIABLE)
@@ -165,8 +165,8 @@ def opened_place(rank: int, world_size: int, from_rank_0: Callable[[Any], Any]) 
 
 
 def connected(store: dist.Store) -> dist.Store:
-    """A connection to the store for one thread at a time: in a store's own one calls wait for each other. The store
-    itself where torch, before 2.8, makes no other."""
+    """Returns another connection to a store, because calls on the same connection wait for each other. Returns the
+    store itself with torch before 2.8, which cannot make another."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -174,21 +174,20 @@ def new_name() -> str:
     return secrets.token_hex(16)
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of `in_thread`
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of `in_thread`
 
 
 def has_abandoned_calls() -> bool:
-    """Whether a call of `in_thread` or `bounded` has not returned. If it does while the interpreter ends, Python ends
-    its thread inside C++, which aborts the process: such a process has to end by `os._exit`."""
+    """Returns whether a call of `in_thread` or `bounded` has not returned. If it returned while the interpreter ends,
+    Python would end its thread in C++ code, which aborts the process. Such a process must end by `os._exit`."""
     return any(thread.is_alive() for thread in _threads)
 
 
 def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> Result:
-    """What `call` returns, in a thread, as it may wait without a bound: a store of torch does for the answer of a
-    machine that has fallen silent.
+    """Runs `call` in a thread and returns its result, because it may wait forever: torch's stores do if a machine no
+    longer answers.
 
-    Raises EPError after `seconds`, and abandons the thread. otherwise: what it then says, if not that the store
-    does not answer.
+    Raises EPError after `seconds`, and abandons the thread. otherwise: the message; "": that the store does not answer.
     """
     done = in_thread(call)
     if not futures.wait([done], seconds).done:
@@ -197,7 +196,7 @@ def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> 
 
 
 def in_thread(call: Callable[[], Result]) -> futures.Future[Result]:
-    """Runs it in a thread that does not keep the process from ending."""
+    """Runs `call` in a thread that does not keep the process from ending."""
     done: futures.Future[Result] = futures.Future()
 
     def run() -> None:

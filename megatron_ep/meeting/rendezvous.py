@@ -1,4 +1,4 @@
-"""How the processes of a group agree while they set something up, with a bound on every wait."""
+"""The rendezvous in which the processes of a group agree during a set-up. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ Told = TypeVar("Told")
 AGREED = "agreed"
 NOT_COMING = "does not come to"
 NAME = re.compile("[0-9a-f]{32}")
-DECISION_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
-HEARD_S = 2.0  # that the first rank, whose process may keep the store, waits until others have heard of a failure
-LOOK_S = 1.0  # how often a rank that waits looks for ranks that will not come: of many ranks each looks less often
-WARN_S = 10.0  # after so long a wait is said to take long
+DECISION_S = 10.0  # seconds within which the first rank's decision arrives after its own wait has ended
+HEARD_S = 2.0  # seconds that the first rank, whose process may keep the store, waits until others know of a failure
+LOOK_S = 1.0  # seconds between two checks of a waiting rank for ranks that will not come; longer with many ranks
+WARN_S = 10.0  # seconds after which a wait is logged
 MIN_POLL_S, MAX_POLL_S = 1e-3, 20e-3
-MAX_READERS = 20_000  # looks a second of all ranks together at one store
-NEAR = 8  # ranks before and behind one, of which it looks whether their processes live: mostly those of its machine
-PIECE_BYTES = 4 << 20  # torch's TCPStore takes no value of more than 8 MiB
+MAX_READERS = 20_000  # reads of a store per second, by all ranks together
+NEAR = 8  # number of ranks on either side whose processes a rank checks: most are on its machine
+PIECE_BYTES = 4 << 20  # torch's TCPStore allows values of at most 8 MiB
 
 log = logging.getLogger(__name__)
 
 
 class RankEndedError(EPError):
-    """An exchange was given up because processes have ended. ranks: theirs, as far as the first to see it knows."""
+    """An exchange was given up because processes have ended. ranks: those that the first rank to see it knows of."""
 
-    def __init__(self, message: str, ranks: Set[int] = frozenset()):  # for pickle, without them
+    def __init__(self, message: str, ranks: Set[int] = frozenset()):  # pickle passes no ranks
         super().__init__(message)
         self.ranks = ranks
 
 
 class StoreRendezvous:
-    """The ranks of a process group, who talk through a store of torch.distributed: no collective of the group's own
-    backend runs, for which NCCL would make a communicator. Every exchange is collective; the first one shows which
-    rendezvous of the ranks this is.
+    """The ranks of a process group, which communicate through a store of torch.distributed. No collective of the
+    group's backend runs, for which NCCL would create a communicator. Every exchange is collective; the first one
+    identifies the rendezvous.
 
-    In each exchange the first rank collects what all ranks have to tell and gives it to all of them. As soon as a rank
-    fails, its process is seen to have ended, or `timeout` is over, all that came raise the same EPError, and so does a
-    rank that comes later. A rank that comes late to a whole rendezvous takes part in the next one.
+    In each exchange the first rank collects the messages of all ranks and sends them to all. If a rank fails, if its
+    process ends, or after `timeout`, all ranks that came raise the same EPError, and so does a rank that comes later.
+    A rank that comes too late for a whole rendezvous takes part in the next one.
 
     group: the process group; None: the default group.
-    timeout: how long the ranks wait for one that has not come.
+    timeout: time that ranks wait for one that has not come.
 
     Raises EPError if torch has no record of the group and a rank does not come.
     """
 
-    # How errors go on behind the number of a step, and behind a rank whose step failed.
+    # Parts of error messages, after the number of a step and after a rank whose step failed.
     of_what = "of the buffer's set-up"
     failure = "could not set up the buffer"
 
@@ -69,30 +69,28 @@ class StoreRendezvous:
 
     @classmethod
     def at(cls, place: Place, timeout: timedelta) -> StoreRendezvous:
-        """Of ranks whose place is known."""
+        """Returns a rendezvous of ranks with a known place."""
         rendezvous = cls.__new__(cls)
         rendezvous._begin(place, timeout)
         return rendezvous
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> StoreRendezvous:
-        """Of ranks without a process group. store: nothing else is in it."""
+        """Returns a rendezvous of ranks without a process group. store: a store that nothing else uses."""
         return cls.at(Place(dist.PrefixStore("megatron_ep", store), rank, world_size, "megatron_ep"), timeout)
 
     def _begin(self, place: Place, timeout: timedelta) -> None:
         self.rank, self.world_size = place.rank, place.world_size
         self.timeout = timeout
-        self.exchanges = 0  # so far
-        self.watch: Callable[[], Mapping[int, str | None]] = (
-            dict  # what has become of ranks that will not come any more
-        )
+        self.exchanges = 0  # number of exchanges begun
+        self.watch: Callable[[], Mapping[int, str | None]] = dict  # returns the fates of ranks that will not come
         self._place = place
         place.came = time.time()
         self._store = self._connection = bounded(DECISION_S, lambda: connected(place.store))
         self._name = "" if self.rank else new_name()
         self._answered: set[str] = set()
-        self._met: dict[int, Presence] = {}  # as they were seen last
-        self._gone = threading.Event()  # whether the caller has left, and with it the reason to wait
+        self._met: dict[int, Presence] = {}  # last known presences
+        self._gone = threading.Event()  # set when the caller has returned, so that threads stop waiting
         self._left = _Left(place.world_size)
         if self._name:
             self._meet_at(self._name)
@@ -105,26 +103,26 @@ class StoreRendezvous:
 
     @property
     def name(self) -> str:
-        """Of this rendezvous alone, the same on all ranks, from the first exchange on."""
+        """The unique name of this rendezvous, equal on all ranks from the first exchange on."""
         return self._name
 
     def exchange(
         self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0, *, kind: Any = None
     ) -> tuple[Kept, list[Told]]:
-        """Runs a step that may fail on some ranks only, and fails on all of them then.
+        """Runs a step, and fails on all ranks if it fails on one.
 
         Args:
-            step: returns what it keeps for this rank, and what it tells the others: anything that `codec.encode` takes.
-            seconds: what the step may take by itself, which the others wait in addition.
-            kind: of what is told, see `codec.decode`. None: its type.
+            step: returns a result for this rank, and a message to all ranks, of a type that `codec.encode` takes.
+            seconds: duration of the step, which other ranks wait in addition to the timeout.
+            kind: type of the messages, see `codec.decode`. None: the type of this rank's.
 
         Returns:
-            What the step kept here, and what all ranks were told, by rank.
+            This rank's result, and the messages of all ranks, by rank.
 
         Raises:
-            ValueError, EPError: the step's own.
-            EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come; with the
-                key, if the store holds a value that no rank has written.
+            ValueError, EPError: raised by the step on this rank.
+            EPError: with rank and reason, if the step failed otherwise or on another rank, or a rank did not come; with
+                the key, if the store has a value that no rank wrote.
         """
         assert self._name or not self.exchanges, "after a first exchange that failed there must be another rendezvous"
         self.exchanges += 1
@@ -142,26 +140,26 @@ class StoreRendezvous:
             answers = self._ask(wait + DECISION_S, lambda: self._meet(answer, wait))
         except EPError:
             raise
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:  # including KeyboardInterrupt
             self._fail(f"{type(error).__name__}: {error}")
             raise
         kind = type(told) if kind is None else kind
         return kept, [self._read(rank, answer, kind) for rank, answer in enumerate(answers)]
 
     def gather(self, mine: Told, *, kind: Any = None) -> list[Told]:
-        """What every rank gave, by rank. kind: as for `exchange`."""
+        """Returns the values of all ranks, by rank. kind: see `exchange`."""
         return self.exchange(lambda: (None, mine), kind=kind)[1]
 
     def agree(self, step: Callable[[], Kept], seconds: float = 0.0) -> Kept:
-        """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result."""
+        """Runs a step, and fails on all ranks if it fails on one. Returns this rank's result."""
         return self.exchange(lambda: (step(), None), seconds)[0]
 
     def barrier(self) -> None:
         self.gather(None)
 
     def look(self) -> None:
-        """For a step that waits for other ranks, not of the first exchange. Raises EPError if one of them has failed in
-        this step already, or its process has ended."""
+        """Raises EPError if a rank has failed in this step, or its process has ended. For steps that wait for other
+        ranks, except in the first exchange."""
 
         def decided() -> str:
             self._look()
@@ -171,11 +169,11 @@ class StoreRendezvous:
             raise _error_of(why)
 
     def leave(self, word: str, is_gone: Callable[[int], bool], seconds: float) -> dict[int, str]:
-        """The last step of a rendezvous: tells the others a word, once, and waits until all others have told theirs, or
-        are gone for good. Unlike an exchange it may follow one that failed, and a missing rank is no error.
+        """Sends a word to the other ranks, and waits until all others have sent theirs or are gone. The last step of a
+        rendezvous. Unlike an exchange it may follow a failed one, and a missing rank is no error.
 
-        Returns the words of the ranks that told theirs in time, this one's among them.
-        Raises EPError when the store does not answer.
+        Returns the words of the ranks that sent theirs in time, including this rank.
+        Raises EPError if the store does not answer.
         """
 
         def tell() -> dict[int, str]:
@@ -190,7 +188,7 @@ class StoreRendezvous:
         return self._ask(seconds + 2 * DECISION_S, tell)
 
     def _told(self, step: str, is_gone: Callable[[int], bool], seconds: float) -> list[int]:
-        """The ranks that have reported, once all living ranks have or the time is over."""
+        """Returns the ranks that have reported, when all living ranks have or the time is over."""
         absent = list(range(self.world_size))
 
         def have() -> bool:
@@ -203,7 +201,7 @@ class StoreRendezvous:
         return [rank for rank in range(self.world_size) if rank not in absent]
 
     def connection(self) -> dist.Store | None:
-        """Another connection to the store, for another thread. None where torch makes none."""
+        """Returns another connection to the store, for another thread; None if torch cannot make one."""
         try:
             return bounded(DECISION_S, self._store.clone) if hasattr(self._store, "clone") else None
         except (RuntimeError, EPError):  # the store has none, or does not answer
@@ -212,10 +210,10 @@ class StoreRendezvous:
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} {self.failure}: {codec.readable(reason)}"
 
-    # ---- one exchange, in a thread that may be left to itself
+    # ---- an exchange, in a thread that may be abandoned
 
     def _ask(self, seconds: float, call: Callable[[], Kept]) -> Kept:
-        """Raises EPError when the store does not answer in time, or not at all."""
+        """Returns the result of a call of the store. Raises EPError if the store does not answer in time."""
         gone = self._gone = threading.Event()
         try:
             return bounded(seconds, call)
@@ -227,7 +225,7 @@ class StoreRendezvous:
             gone.set()
 
     def _meet(self, mine: bytes, wait: float) -> list[bytes]:
-        """What all ranks gave. Raises EPError when one did not come."""
+        """Returns the messages of all ranks. Raises EPError if one did not come."""
         end = time.monotonic() + wait
         if self.exchanges > 1:
             return self._answers(mine, end, wait)
@@ -243,12 +241,12 @@ class StoreRendezvous:
             self._place.meeting.release()
         self._place.has_failed = False
         if self.rank == 0:
-            while self._place.left:  # all have come here
+            while self._place.left:  # no rank needs the keys of earlier rendezvous
                 self._place.left.pop()(self._connection)
         return answers
 
     def _learn_name(self, end: float, wait: float) -> None:
-        """Rank 0 answers a question that nobody has asked before: it lives, and comes to this rendezvous."""
+        """Asks rank 0 for the name of the rendezvous. Its answer to a new question shows that it lives."""
         question, place, store = new_name(), self._place, self._connection
         answer, why = f"answer/{question}", ""
 
@@ -264,12 +262,12 @@ class StoreRendezvous:
         if not NAME.fullmatch(name):
             raise EPError("somebody else than rank 0 has answered where the ranks of the buffer meet")
         store.delete_key(answer)
-        place.write(store)  # or rank 0 would answer once more in the next rendezvous, and nobody take that
+        place.write(store)  # withdraws the question, which rank 0 would answer again in the next rendezvous
         place.heard.add(name)
         self._meet_at(name)
 
     def _why_not(self) -> str:
-        """Why a rendezvous that has not begun will not take place; "" if it may."""
+        """Returns why a rendezvous that has not begun will not take place; "" if it may."""
         for rank, presence in self._presences(self._near()).items():
             if presence.fate == processes.ENDED:
                 return self._ended({rank: processes.ENDED})
@@ -278,7 +276,7 @@ class StoreRendezvous:
         return ""
 
     def _answer_questions(self, ranks: list[int]) -> None:
-        """By the first rank: to those that do not know yet where to meet. Questions of earlier jobs are harmless."""
+        """Answers ranks that ask for the name, on the first rank. Questions of earlier jobs are harmless."""
         for presence in self._presences(ranks).values():
             if why := self._place.failure_of(presence):
                 self._end_early(why, presence.question)
@@ -287,7 +285,7 @@ class StoreRendezvous:
                 self._connection.set(f"answer/{presence.question}", self._name)
 
     def _end_early(self, why: str, name: str = "") -> None:
-        """By the first rank, in the first exchange: those that come later hear of it, too."""
+        """Ends the first exchange on the first rank, so that ranks that come later also fail."""
         self._place.write(self._connection, f"{self._name} {name}", why)
         self._decide(why)
 
@@ -296,14 +294,14 @@ class StoreRendezvous:
         decision = self._collect(end, wait) if self.rank == 0 else self._hear(end)
         if decision != AGREED:
             raise _error_of(decision)
-        most = 2 * self.world_size * codec.most_bytes(self.world_size)  # each as text
+        most = 2 * self.world_size * codec.most_bytes(self.world_size)  # messages are encoded as text
         answers: list[bytes] = self._read("all", self._get_pieces(most), list[bytes], most)
         if len(answers) != self.world_size:
             raise self._foreign("all", f"answers of {len(answers)} ranks, must be of {self.world_size}")
         return answers
 
     def _collect(self, end: float, wait: float) -> str:
-        """By the first rank: everyone's answers for all, or why there are none."""
+        """Collects the messages for all ranks, on the first rank. Returns the decision."""
         keys = [self._key(rank) for rank in range(self.world_size)]
         warn_at = time.monotonic() + WARN_S
 
@@ -329,12 +327,12 @@ class StoreRendezvous:
             return self._text(self._store.get(self._key("decision")))
         pieces = self._set_pieces(codec.encode(self._store.multi_get(keys)))
         decision = self._decide(AGREED)
-        self._left.take_exchanges(self._store)  # all have come here, so nobody needs them any more
+        self._left.take_exchanges(self._store)  # all ranks have come to this one
         self._left.exchanges.append((self.exchanges, pieces))
         return decision
 
     def _hear(self, end: float) -> str:
-        """By the others: what the first rank decided, or that it did not come."""
+        """Returns the first rank's decision, or that it did not come, on the other ranks."""
 
         def is_over() -> bool:
             return self._is_there("decision") or (time.monotonic() > end and not self._is_there(0))
@@ -350,7 +348,7 @@ class StoreRendezvous:
         return decision
 
     def _wait_until_heard(self) -> None:
-        """By the first rank, whose process may end now, and the store with it."""
+        """Waits on the first rank until others know of a failure, because the store may end with its process."""
         waiting = [rank for rank in range(1, self.world_size) if self._is_there(rank)]
 
         def have_heard() -> bool:
@@ -359,7 +357,7 @@ class StoreRendezvous:
         self._poll(have_heard, HEARD_S, lambda: None)
 
     def _fail(self, reason: str) -> None:
-        """Tells the others that this rank has failed in this exchange, if the store answers in time."""
+        """Publishes that this rank has failed in this exchange, if the store answers in time."""
         text = self._blame(self.rank, reason)
         self._place.has_failed = True
 
@@ -377,7 +375,7 @@ class StoreRendezvous:
             self._ask(DECISION_S, tell)
 
     def _poll(self, is_over: Callable[[], bool], seconds: float, look: Callable[[], None]) -> bool:
-        """Whether it was over in time. Has a look soon, and then about once a second."""
+        """Waits until `is_over` and returns whether it was in time. Calls `look` soon, and then about once a second."""
         gone, pause = self._gone, MIN_POLL_S
         now = time.monotonic()
         end, look_at = now + seconds, now + MAX_POLL_S
@@ -395,10 +393,10 @@ class StoreRendezvous:
         return True
 
     def _look(self) -> None:
-        """Decides for all if a rank will not come."""
+        """Ends the exchange for all ranks if a rank will not come."""
         fates = {rank: one.fate for rank, one in self._presences(self._near()).items()} | dict(self.watch())
         ended = {rank: fate for rank, fate in sorted(fates.items()) if fate and fate.startswith(processes.ENDED)}
-        # in this order: a rank may do its part, and then end
+        # Messages are read after fates, because a rank may do its part and then end.
         if ended := {rank: fate for rank, fate in ended.items() if not self._is_there(rank)}:
             (self._end_early if self.rank == 0 and self.exchanges == 1 else self._decide)(self._ended(ended))
 
@@ -418,12 +416,12 @@ class StoreRendezvous:
         return {0, *range(max(0, self.rank - NEAR), min(self.world_size, self.rank + NEAR + 1))}
 
     def _decide(self, decision: str) -> str:
-        """The first rank to decide decides for all, also for those that come later."""
+        """Returns the decision for all ranks, including later ones: that of the first rank to decide."""
         return self._text(self._store.compare_set(self._key("decision"), "", decision))
 
     def _set_pieces(self, data: bytes) -> int:
-        """Returns how many: the last one is shorter than the others, which tells the reader that it is. What is read
-        first is written last."""
+        """Writes data in pieces, of which the last is shorter, and returns their number. The first is written last,
+        because readers begin with it."""
         count = len(data) // PIECE_BYTES + 1
         for i in reversed(range(count)):
             self._store.set(self._key(_piece(i)), data[i * PIECE_BYTES : (i + 1) * PIECE_BYTES])
@@ -433,7 +431,7 @@ class StoreRendezvous:
         pieces = [self._store.get(self._key("all"))]
         while len(pieces[-1]) == PIECE_BYTES and len(pieces) * PIECE_BYTES <= most:
             if not self._is_there(_piece(len(pieces))):
-                break  # nor is it JSON then
+                break  # the decoder then raises, because incomplete data is not JSON
             pieces.append(self._store.get(self._key(_piece(len(pieces)))))
         return b"".join(pieces)
 
@@ -474,15 +472,15 @@ class StoreRendezvous:
 
 @dataclass
 class _Left:
-    """What a rendezvous leaves in the store, as the first rank knows: exchanges, and in how many pieces they were told
-    to all; 0: one that failed."""
+    """The keys of a rendezvous that are still in the store, on the first rank. exchanges: their numbers, each with the
+    number of pieces of its messages; 0 if it failed."""
 
     world_size: int
     name: str = ""
     exchanges: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, connection: dist.Store) -> None:
-        """When the rendezvous is over."""
+        """Deletes all keys after the rendezvous."""
         store = dist.PrefixStore(self.name, connection)
         self.take_exchanges(store)
         for rank in range(self.world_size):
@@ -490,7 +488,7 @@ class _Left:
             store.delete_key(f"left/{rank}")
 
     def take_exchanges(self, store: dist.Store) -> None:
-        """Once all ranks have come to a later one."""
+        """Deletes the keys of exchanges after all ranks have come to a later one."""
         while self.exchanges:
             exchange, pieces = self.exchanges.pop()
             names: list[object] = [*range(self.world_size), *map(_piece, range(pieces)), "decision"]
@@ -511,7 +509,7 @@ def _piece(number: int) -> str:
 
 
 def agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Collective: a name for this start of a job. Raises EPError if a rank does not come."""
+    """Returns a name for this start of a job. Collective. Raises EPError if a rank does not come."""
     rendezvous = StoreRendezvous.over(store, rank, world_size, timeout)
     rendezvous.of_what, rendezvous.failure = "of the job's start", "could not start"
     rendezvous.barrier()
