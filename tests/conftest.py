@@ -1,7 +1,6 @@
 """What all tests share."""
 
 import gc
-import os
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out
+from forget import forget
 from gpu_turns import turn
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
@@ -43,18 +43,8 @@ def four_started_ranks():
 @pytest.fixture
 def four_ranks(four_started_ranks):
     """Without what tests before have left: which those are depends on how processes share the tests."""
-    four_started_ranks.run(_forget)
+    four_started_ranks.run(forget)
     return four_started_ranks
-
-
-def _forget():
-    """Our buffers and settings, and the attention that Megatron writes to the environment for a model."""
-    shared_buffers = sys.modules.get("megatron_ep.megatron.shared_buffers")
-    if shared_buffers is not None:
-        shared_buffers.close_buffers()
-        shared_buffers.configure()
-    for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]
 
 
 @pytest.fixture
