@@ -1,4 +1,4 @@
-"""Cleans up ranks that stay up between tests. pickle finds it by the name of this module: there are several conftest."""
+"""Cleans up ranks that stay up between tests, in a module that pickle finds by name: there are several conftest."""
 
 import os
 import sys
