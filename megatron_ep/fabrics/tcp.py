@@ -472,7 +472,8 @@ def join(
                     joining.welcome(listener)
                 elif key.data is None:
                     assert isinstance(key.fileobj, socket.socket)
-                    joining.listen_to(key.fileobj, callers)
+                    if key.fileobj in joining.strangers:  # not turned away a moment ago
+                        joining.listen_to(key.fileobj, callers)
                 elif events & selectors.EVENT_WRITE:
                     joining.say_hello(key.data)
                 else:

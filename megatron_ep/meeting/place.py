@@ -35,7 +35,7 @@ class Presence:
 
     question: a name; a living rank 0 answers it with the name of the rendezvous. "" if there is none. With a failure:
         names of the failure, which a rank that knows one of them ignores.
-    machine, pid: machine and id of its process. since: when it was written, by `time.time()`.
+    machine, pid: machine and id of its process. since: when it was written, by `time.time()`. begun: `Place.begun`.
     failure: why the next rendezvous will not take place; "" if there is no reason.
     """
 
@@ -43,6 +43,7 @@ class Presence:
     machine: str
     pid: int
     since: float
+    begun: int
     failure: str
 
     @property
@@ -78,7 +79,8 @@ class Place:
     def write(self, store: dist.Store, question: str = "", failure: str = "") -> None:
         """Writes this rank's presence."""
         self.heard.update(question.split())
-        presence = Presence(question, processes.machine(), os.getpid(), time.time(), codec.readable(failure))
+        own = processes.machine(), os.getpid(), time.time(), self.begun
+        presence = Presence(question, *own, codec.readable(failure))
         store.set(f"rank/{self.rank}", codec.encode(presence).decode())
 
     def read(self, store: dist.Store, rank: int) -> Presence | None:
@@ -95,7 +97,7 @@ class Place:
         """Returns a new failure; "" if there is none. A rank that has failed and comes again ignores earlier failures
         of others, because they may have made the same mistake, and come again as well."""
         names = presence.question.split()
-        if self.has_failed and presence.since < self.came:
+        if self.has_failed and presence.since < self.came and presence.begun < self.begun:
             return ""
         if not presence.failure or not presence.is_of_this_job or not self.heard.isdisjoint(names):
             return ""

@@ -244,6 +244,29 @@ def test_a_rank_that_fails_before_a_rendezvous_is_heard_of_once(ranks, rank: int
     ranks.run(run_failure_before, rank)
 
 
+def run_failures_in_a_row() -> None:
+    """All make a mistake in a set-up. In the next one rank 1 makes another one before the others have come to it."""
+
+    def fail() -> None:
+        raise ValueError("a mistake")
+
+    with pytest.raises((ValueError, ep.EPError), match="a mistake"):
+        meet(30).agree(fail)
+    apart()
+    if dist.get_rank() != 1:
+        time.sleep(0.5)
+    started = time.monotonic()
+    with pytest.raises((ValueError, ep.EPError), match="a mistake"):
+        meet(30).agree(fail if dist.get_rank() == 1 else lambda: None)
+    assert time.monotonic() - started < 10
+    apart()
+    meet().barrier()
+
+
+def test_a_failure_told_before_others_have_come_is_heard(ranks) -> None:
+    ranks.run(run_failures_in_a_row)
+
+
 def run_silence() -> None:
     """The store takes what it is sent, and does not answer."""
     rendezvous = meet(PATIENCE)

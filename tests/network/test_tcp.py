@@ -503,6 +503,23 @@ def test_of_many_strangers_the_first_to_come_is_turned_away():
 SECRET = "of sixteen or more"
 
 
+def test_who_is_turned_away_while_it_says_something(monkeypatch):
+    """Both are seen in the same moment."""
+    monkeypatch.setattr(tcp, "MAX_STRANGERS", 1)
+    listeners, told = listening()
+    address = (told[0].host, told[0].port)
+    strangers = [socket.create_connection(address)]
+
+    def look(made, why):
+        strangers.append(socket.create_connection(address))
+        strangers[-2].sendall(b"x")
+
+    tcp.join(0, [1], told, listeners[0], 3.0, look)
+    assert len(strangers) > 2
+    for connection in (*strangers, *listeners):
+        connection.close()
+
+
 def test_with_a_secret_a_token_is_not_enough(monkeypatch):
     """Nor is what was said on another connection."""
     monkeypatch.setenv(tcp.SECRET, SECRET)
