@@ -150,6 +150,7 @@ class DistributedRankGroup(RankGroup):
             self._failed_reset = ""
         except BaseException as error:
             self._failed_reset = str(error) or type(error).__name__
+            self.__dict__.pop("known_calls", None)  # so that calls check whether the buffer is usable
             raise
 
     def check_usable(self) -> None:
