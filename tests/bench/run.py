@@ -4,6 +4,7 @@ The modules bench_NAME.py of this folder, which take the loop and the report of 
     compare    two JSON files of one benchmark
     cuda       dispatch and combine of all ranks on one GPU
     host       what the host does for a call on a GPU
+    models     dispatch and combine of a layer of four models in training, on several GPUs, and Megatron's all-to-all
     router     the gate, on the CPU or a GPU
     sequences  attention on other ranks: the way there and back, and what balance gains
 """
@@ -13,7 +14,7 @@ import sys
 
 from megatron_ep.tools.bench.main import run
 
-NAMES = ("compare", "cuda", "host", "router", "sequences")
+NAMES = ("compare", "cuda", "host", "models", "router", "sequences")
 
 
 def main(argv: list[str]) -> int:
