@@ -132,9 +132,9 @@ def connect(
         return heap, LowLatencyRanks(backend, LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks
     lines = is_mapped and masks is None and group.keeps_lines()
-    wanted = sizes.LINES_SMS if lines else sizes.DEFAULT_SMS
     # The ranks of this process are launched in sequence, so that each launch may use the SMs of all.
-    blocks = gpu.num_sms(group.config, group.device, len(group.ranks), wanted) * len(group.ranks)
+    blocks = gpu.num_sms(group.config, group.device, len(group.ranks), sizes.low_latency_sms(lines))
+    blocks *= len(group.ranks)
     heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:

@@ -10,8 +10,8 @@ from megatron_ep import _C
 from megatron_ep.config import MAX_TOPK, Config, Topology
 from megatron_ep.fabrics.gpu import DEFAULT_SMS
 
-# SMs of the low-latency mode between mapped ranks, with packets with inline flags: at T = 128 on two H200 dispatch and
-# combine take 77 us with 24 SMs, 43 with 64 and 38 with 128.
+# SMs of the low-latency mode with packets with inline flags (lines): at T = 128 on two H200 dispatch and combine take
+# 77 us with 24 SMs, 43 with 64 and 38 with 128.
 LINES_SMS = 64
 # From MANY_NODES nodes on the normal mode waits for the network card, so that fewer SMs take hardly longer: at T = 4096
 # dispatch and combine take at most 3 % longer, by the predictions in docs/tuning.md.
@@ -31,6 +31,11 @@ HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
 def default_sms(topology: Topology) -> int:
     """Returns the SMs of a rank on a GPU for the normal mode, if the config has none."""
     return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
+
+
+def low_latency_sms(lines: bool) -> int:
+    """Returns the SMs of a rank on a GPU for the low-latency mode, if the config has none. lines: see `LINES_SMS`."""
+    return LINES_SMS if lines else DEFAULT_SMS
 
 
 def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> int:

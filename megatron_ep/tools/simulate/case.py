@@ -132,7 +132,7 @@ class Case:
         if self.config.num_sms is not None:
             return self.config.num_sms
         if self.is_low_latency:
-            return sizes.DEFAULT_SMS if self.uses_network else sizes.LINES_SMS
+            return sizes.low_latency_sms(lines=not self.uses_network)
         return sizes.default_sms(self.topology)
 
     @property
