@@ -46,15 +46,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # fields of Options
         {"type": float, "metavar": "F"},
         "room for F times the rows of an even load, and no wait of the host for counts",
     ),
-    "moe_apply_probs_on_combine": (
-        {"action": "store_true", "default": None},
-        "combine applies the probabilities, not the experts",
-    ),
+    "moe_apply_probs_on_combine": ({"action": "store_true", "default": None}, "combine applies the probabilities"),
     "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
     "moe_low_latency_max_tokens": (
         {"type": int, "metavar": "N"},
         "decoding steps of at most N tokens a rank take the low-latency mode",
     ),
+    "moe_chunks": ({"type": int, "choices": (1, 2)}, "2: half of the tokens travel while experts compute the others"),
 }
 assert {*OPTIONS} == {*NAMES}
 
@@ -153,7 +151,7 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
     """Installs the dispatcher and the other options in Megatron."""
     from megatron_ep.megatron import flags
 
-    if flags.OVERLAP in arguments:
+    if {flags.OVERLAP, flags.DELAYED_WEIGHTS} & {*arguments} or settings.get("moe_chunks", 1) > 1:
         # Two streams that share one hardware queue do not overlap.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if options.ep_host:

@@ -8,6 +8,7 @@ choices, and combine sums the partial outputs of the slices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,6 +45,7 @@ from megatron_ep.normal.row_limit import RowLimit, clear_behind, counts_within
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers", "comm_seconds"]
 
+COUNTED_ELEMENTS = 8  # of a row that is sent only for the counts
 OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
 )
@@ -203,7 +205,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
-        weights = self._recognize_replay(weights)
+        weights = self.recognize_replay(weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -220,13 +222,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
             because its trainer then calls `check_over_budget`.
         """
         self._wait_before_shared_experts()
-        num_experts = self.config.num_moe_experts * self.tp_size
         capacity = self._expert_capacity() if self.drop_and_pad else None
         max_rows = self._max_rows() if capacity is None else capacity * self.num_local_experts
-        row_bytes = hidden_states.shape[-1] * hidden_states.element_size()
-        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, {"row_bytes": row_bytes})
-        announce(self.tp_ep_group, self._groups, buffer)
-        received = self._send(buffer, hidden_states, probs, capacity, max_rows)
+        received = self._send(self._buffer_for(hidden_states), hidden_states, probs, capacity, max_rows)
         counts, row_probs = received.tokens_per_expert, received.probs
         if capacity is not None:
             row_probs = self._of_expert.admit(received)
@@ -296,11 +294,29 @@ class EPTokenDispatcher(MoETokenDispatcher):
             output = output + self.shared_experts.get_output()
         return output
 
+    def exchange_counts(self, hidden_states: torch.Tensor) -> None:
+        """Exchanges the counts of `topk_idx` for the token_dispatch of tokens [T, H] that follows, which then waits for
+        none; collective over the tp_ep group. Does nothing in a replay, which knows them."""
+        assert self.topk_idx is not None, "dispatch_preprocess comes first"
+        buffer = self._buffer_for(hidden_states)
+        if self._layout is None:
+            self._layout = Layout(self.topk_idx, is_layers_own=False)
+        if self._layout.handle is None or self._layout.handle.group is not rank_group_of(buffer):
+            with torch.no_grad():
+                self._dispatch(buffer, hidden_states[:, :COUNTED_ELEMENTS], None, expert_alignment=self.alignment)
+            self._is_unread = False
+
+    def _buffer_for(self, hidden_states: torch.Tensor) -> ep.Buffer:
+        num_experts = self.config.num_moe_experts * self.tp_size
+        row_bytes = hidden_states.shape[-1] * hidden_states.element_size()
+        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, {"row_bytes": row_bytes})
+        announce(self.tp_ep_group, self._groups, buffer)
+        return buffer
+
     def _send(
         self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
     ) -> ep.Received:
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
-        self._is_unread = False
         as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
         most = self.options.moe_low_latency_max_tokens
         if most is not None:  # the first step makes the mode, because it is in no CUDA graph
@@ -309,37 +325,41 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 clear = bool(self.config.fp8 or self.config.fp4)
                 arrival = decoding.Arrival(capacity, as_float8=as_float8, clear=clear)
                 return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, arrival)
-        of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
         forward_dtype = torch.float8_e4m3fn if as_float8 else None
-        if self._layout is not None and self._layout.handle is not None and self._layout.handle.group is of_buffer:
-            self._is_unread = self.may_skip_combine and self._layout.is_layers_own
-            return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
-        if not is_traced:  # expects the counts of this layer's last dispatch, not of the previous layer's
-            of_buffer.last_counts = self._last_counts
-        received = ep.dispatch(
+        if self._layout is not None and self._layout.handle is not None:
+            if self._layout.handle.group is rank_group_of(buffer):
+                return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
+            self._is_unread = False
+        return self._dispatch(
+            buffer,
             x,
-            self.topk_idx,
             probs,
-            buffer=buffer,
             expert_alignment=self.alignment if capacity is None else 1,
             expert_capacity=capacity,
             max_recv_tokens=max_rows,
             forward_dtype=forward_dtype,
         )
+
+    def _dispatch(self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor | None, **settings: Any) -> ep.Received:
+        """Dispatches with new ids, and keeps the layout if the pass has one."""
+        of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
+        if not is_traced:  # expects the counts of this layer's last dispatch, not of the previous layer's
+            of_buffer.last_counts = self._last_counts
+        received = ep.dispatch(x, self.topk_idx, probs, buffer=buffer, **settings)
         if not is_traced:
             self._last_counts = of_buffer.last_counts
         if self._layout is not None:
             self._layout.handle = received.handle
         return received
 
-    def _recognize_replay(self, weights: torch.Tensor) -> torch.Tensor:
+    def recognize_replay(self, weights: torch.Tensor) -> torch.Tensor:
         """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All ranks must
         decide alike, because the exchange of counts needs all of them.
 
         Returns:
             The weights, with NaN for choices that differ from those of the forward pass.
         """
-        self._layout = None
+        self._layout, self._is_unread = None, False
         is_even = self.trusts_router and self.num_choices == self.config.moe_router_topk  # no token is split
         if self._replays is None or not is_even or torch.compiler.is_compiling():
             return weights
@@ -347,6 +367,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._layout = self._replays.layout(self.topk_idx)
         if self._layout is None or self._layout.handle is None:
             return weights
+        self._is_unread = self.may_skip_combine and self._layout.is_layers_own
         return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
 
     def _decodes(self, max_tokens: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ep.config import TIMEOUT_VARIABLE, Config
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
+DELAYED_WEIGHTS = "--overlap-dispatch-backward-with-experts-wgrad"
 TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron import routing_trace
+from megatron_ep.megatron import chunks, routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.router import EPTopKRouter
 
@@ -74,14 +74,9 @@ def initialize(
 
     Raises:
         ValueError: see `EPTokenDispatcher`; or the experts do not divide among the ranks; or their gradients would be
-            wrong with this version of Megatron-Core, or with overlap_dispatch_backward_with_experts_wgrad; or
-            moe_expert_rank_capacity_factor is set and the experts read their counts on the host.
+            wrong with this version of Megatron-Core; or moe_expert_rank_capacity_factor is set and the experts read
+            their counts on the host; or see `chunks.enable`.
     """
-    if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
-        raise ValueError(
-            "overlap_dispatch_backward_with_experts_wgrad is True, with which Megatron's DDP takes experts' gradients "
-            "before they are there: they count a microbatch late, or not at all; must be False"
-        )
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
     ranks = pg_collection.ep.size()
@@ -130,6 +125,7 @@ def initialize(
     layer.register_forward_pre_hook(_refuse_megatron_fsdp)
     if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
         layer._training_token_dispatcher = layer.token_dispatcher
+    chunks.enable(layer, config)
 
 
 def _refuse_megatron_fsdp(layer: MoELayer, _: Any) -> None:

@@ -25,6 +25,8 @@ class Options:
         all steps, use the normal mode.
     moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 are sent to the experts as e4m3 with one scale per 128
         elements, and arrive in their own dtype; gradients are sent unchanged. None: rows are sent unchanged.
+    moe_chunks: 2: a layer's tokens are sent in two halves, each of which travels while the experts compute the other.
+        1: at once.
 
     Raises ValueError for a value out of range.
     """
@@ -33,6 +35,7 @@ class Options:
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: str | None = None
     moe_low_latency_max_tokens: int | None = None
+    moe_chunks: int = 1
 
     def __post_init__(self) -> None:
         factor = self.moe_expert_rank_capacity_factor
@@ -44,6 +47,7 @@ class Options:
             raise ValueError(f"moe_dispatch_fwd_dtype is {self.moe_dispatch_fwd_dtype!r}, must be 'fp8' or None")
         if self.moe_low_latency_max_tokens is not None:
             require_int("moe_low_latency_max_tokens", self.moe_low_latency_max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
+        require_int("moe_chunks", self.moe_chunks, 1, 2)
 
 
 NAMES = tuple(field.name for field in fields(Options))
@@ -56,11 +60,12 @@ def merged(options: Options, config: Any) -> Options:
         ValueError: options and config contradict each other, or the config's value is not supported.
     """
     chosen = {}
-    for name in NAMES:
+    for field in fields(Options):
+        name = field.name
         ours, theirs = getattr(options, name), getattr(config, name, None)
         if theirs is None or theirs is False or theirs == "bf16":  # Megatron's defaults
             chosen[name] = ours
-        elif ours is None or ours is False or ours == theirs:
+        elif ours in (field.default, theirs):
             chosen[name] = theirs
         else:
             raise ValueError(f"{name} is {ours!r} for the dispatcher and {theirs!r} in Megatron's config: give one")

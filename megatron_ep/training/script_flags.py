@@ -63,8 +63,9 @@ def ep_flags(recipe: ScriptRecipe) -> list[str]:
 def environment(recipe: ScriptRecipe) -> dict[str, str]:
     """Returns the environment variables of every rank. The recipe's section takes precedence."""
     overlap = recipe.parallel.overlap_moe_expert_parallel_comm
-    # Megatron's TP overlap needs one hardware queue for its order; 1F1B overlap needs streams that run in parallel.
-    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32" if overlap else "1"}
+    # Megatron's TP overlap needs one hardware queue for its order; other overlap needs streams that run in parallel.
+    is_parallel = overlap or recipe.dispatcher.moe_chunks > 1
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32" if is_parallel else "1"}
     margins = {"NVTE_FWD_LAYERNORM_SM_MARGIN": "24", "NVTE_BWD_LAYERNORM_SM_MARGIN": "24"} if overlap else {}
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return connections | margins | allocator | recipe.environment

@@ -282,6 +282,7 @@ class Dispatcher(Section):
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
     moe_low_latency_max_tokens: Positive | None = None
+    moe_chunks: Literal[1, 2] = 1
 
     def settings(self) -> dict[str, Any]:
         """Returns the given settings of `megatron_ep.Config` and the options."""

@@ -27,6 +27,13 @@ def test_one_node(capsys):
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line}
     assert float(lines["dispatch"][1]) <= float(lines["dispatch"][3])
     assert "nvl_sender" in lines and "combine_receiver" in lines and "rdma_sender" not in lines
+    [share] = [line.split() for line in said.splitlines() if line.startswith("of a layer ")]
+    calls, experts = (
+        2e-3 * (float(lines["dispatch"][3]) + float(lines["combine"][3])),
+        18 * 7168 * 2048 * 64 * 8 / 570e9,
+    )
+    assert abs(float(share[4]) - calls) < 0.06 and abs(float(share[10]) - experts) < 0.06
+    assert abs(float(share[3].strip("%:")) - 100 * calls / (calls + experts)) < 3
     [notify] = [line for line in said.splitlines() if line.startswith("notify ") and "not calibrated" in line]
     assert float(notify.split()[1]) > 0 and said.count("not calibrated") == 1
 

@@ -228,18 +228,13 @@ def test_layouts_whose_gradients_megatron_averages_over_the_wrong_ranks(monkeypa
         layers.initialize(None, mock.Mock(side_effect=ValueError("of the layer itself")), config, None, 1, groups)
 
 
-def _late_gradients_and_fsdp():
+def _fsdp():
     join_layout(1, 4)
-    spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))
-    config = make_config()
-    layer = spec(config=config)
+    layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=make_config())
     layer.router.weight.__fsdp_param__ = True  # as Megatron-FSDP marks what it takes
     with pytest.raises(ValueError, match="use_megatron_fsdp is True, which has never run with this dispatcher"):
         layer(torch.ones(3, 1, 32, dtype=torch.float64))
-    config.overlap_dispatch_backward_with_experts_wgrad = True
-    with pytest.raises(ValueError, match="overlap_dispatch_backward_with_experts_wgrad is True, with which"):
-        spec(config=config)
 
 
-def test_gradients_that_come_late_and_megatrons_fsdp_are_refused(four_ranks):
-    four_ranks.run(_late_gradients_and_fsdp)
+def test_megatrons_fsdp_is_refused(four_ranks):
+    four_ranks.run(_fsdp)

@@ -1,14 +1,13 @@
 """A replay of a layer, of it alone or inside of a checkpoint around it, takes the layout of its forward pass; one of it
 alone combines nothing."""
 
-from unittest import mock
-
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from calls import Calls
 from configured import configured
 from counted_experts import make_layer
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -17,12 +16,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_ep as ep
-from megatron_ep.buffer.host import HostBackend
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
-from megatron_ep.normal import plan
 
 pytestmark = pytest.mark.numerical
 
@@ -30,28 +27,6 @@ W = 4
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
-
-
-class Calls:
-    """What the layers send: how often counts are asked for, rows dispatched and combined."""
-
-    def __enter__(self):
-        self._phases, launch = [], HostBackend.launch
-
-        def noted(backend, group, call, phase, *given, part=None):
-            self._phases.append(phase)
-            return launch(backend, group, call, phase, *given, part=part)
-
-        self._patch = mock.patch.object(HostBackend, "launch", noted)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_):
-        self._patch.stop()
-
-    @property
-    def counts(self):
-        return [self._phases.count(phase) for phase in (plan.NOTIFY, plan.DISPATCH, plan.COMBINE)]
 
 
 def _inputs(config, passes):

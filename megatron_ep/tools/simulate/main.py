@@ -24,6 +24,9 @@ MAX_RANKS = 8
 TOKENS = {"normal": 4096, "low-latency": 128}  # defaults of --tokens
 NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
 MAX_SIGNAL = 1 << 32  # more signals than any call sends
+# What Transformer Engine's grouped products of a layer with H = 7168 and F = 2048 do on an H200 in bf16.
+EXPERT_TFLOPS = 570.0
+CHUNKS_PAY = 1 / 3  # share of the calls in a layer from which two chunks save more than they cost, measured on two H200
 NEAR = 1.03  # time over that of the fastest up to which fewer SMs are preferred
 
 
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
     case.add_argument("--topk", type=int, default=8, metavar="K", help="(%(default)s)")
     case.add_argument("--experts", type=int, metavar="E", help="(the least multiple of the ranks from 256 on)")
+    case.add_argument("--ffn", type=int, default=2048, metavar="F", help="width of an expert (%(default)s)")
     case.add_argument(
         "--dtype", default="bf16", help="of dispatch's rows, bf16 or fp8; combine's are bf16 (%(default)s)"
     )
@@ -111,7 +115,7 @@ def _simulate(options: argparse.Namespace) -> None:
     found = []
     for case in cases:
         found.append(_predict(case, machine, traced, not options.no_band))
-        _print_prediction(*found[-1], has_roles=len(cases) == 1)
+        _print_prediction(*found[-1], has_roles=len(cases) == 1, ffn=options.ffn)
     _print_recommended(found)
     _write(options, found)
 
@@ -127,6 +131,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
                 raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
     faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
+    require_int("--ffn", options.ffn, 1, 1 << 20)
     lists: list[Sequence[Any]] = [
         [None] if text is None else numbers(name, text)  # None: the default of the buffer
         for name, text in (
@@ -272,7 +277,21 @@ def _settings(case: Case) -> str:
     return text
 
 
-def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float]], *, has_roles: bool) -> None:
+def _print_share(prediction: Prediction, ffn: int) -> None:
+    """Prints the share of the calls in a layer whose experts, SwiGLU of width `ffn`, all have as many rows."""
+    case = prediction.case
+    calls = 2 * sum(phase.us for phase in prediction.phases.values()) / 1e3  # the backward passes take as long
+    experts = 3 * 6 * case.hidden * ffn * case.num_tokens * case.topk / EXPERT_TFLOPS / 1e9  # and gradients twice that
+    share = calls / (calls + experts)
+    print(
+        f"of a layer {share:.0%}: {calls:.1f} ms, forward and backward, beside {experts:.1f} ms of experts of width "
+        f"{ffn} at {EXPERT_TFLOPS:.0f} TFLOP/s; two chunks (moe_chunks) pay from {CHUNKS_PAY:.0%} on"
+    )
+
+
+def _print_prediction(
+    prediction: Prediction, band: dict[str, tuple[float, float]], *, has_roles: bool, ffn: int
+) -> None:
     case = prediction.case
     topology = case.topology
     print(
@@ -301,6 +320,8 @@ def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float
             for name, phase in all_phases(prediction).items()
         )
         print(f"messages of a rank over the network: {', '.join(sent)}")
+    if not case.is_low_latency and case.dtype == "bf16":
+        _print_share(prediction, ffn)
     if has_roles:
         for name, phase in all_phases(prediction).items():
             _print_roles(name, phase)

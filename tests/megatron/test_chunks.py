@@ -1,0 +1,404 @@
+"""Two chunks of a layer's tokens, and weight gradients beside the backward pass of dispatch: the gradients of the layer
+without them, and the calls that they take.
+
+A test is a function that runs on all four ranks.
+"""
+
+import copy
+import warnings
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from calls import Calls
+from configured import configured
+from counted_experts import CountedExperts, make_layer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+import megatron_ep as ep
+from megatron_ep.megatron import chunks
+from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config
+from megatron_ep.megatron.options import Options
+from megatron_ep.megatron.router import fused_router
+from megatron_ep.normal import autograd
+
+pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
+
+W = 4
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+UNEVEN = [24, 7, 1, 3]
+LAYERS = {
+    "plain": {},
+    "shared expert": {"moe_shared_expert_intermediate_size": 24},
+    "recompute": RECOMPUTE,
+    "capacity drops": {"moe_expert_capacity_factor": 1.0},
+    "top-k 3": {"moe_router_topk": 3},
+    "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+}
+
+
+def _differences(tokens, options, router, settings):
+    with configured(moe_chunks=2, **settings):
+        return compare_layers(1, W, tokens, 3, options, router)
+
+
+def _require_small(by_rank, tolerance):
+    for differences in by_rank:
+        assert all(difference <= tolerance for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("tokens", [24, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layer_in_two_chunks_equals_megatrons(four_ranks, options, tokens):
+    if "moe_expert_capacity_factor" in options and tokens is UNEVEN:
+        tokens = [24, 8, 2, 4]  # Megatron's capacity of a single token is none
+    _require_small(four_ranks.run(_differences, tokens, options, None, {}), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "router", "settings"),
+    [
+        ({}, None, {"topology": ep.Topology(2, 2)}),
+        ({}, None, {"moe_apply_probs_on_combine": True}),
+        ({**RECOMPUTE, "moe_router_topk": 3}, None, {"topology": ep.Topology(2, 2)}),
+        ({"params_dtype": torch.float32, "moe_router_dtype": "fp32"}, fused_router, {}),
+    ],
+)
+def test_other_layers_in_two_chunks_equal_megatrons(four_ranks, options, router, settings):
+    _require_small(four_ranks.run(_differences, 24, options, router, settings), 1e-6 if router else 1e-12)
+
+
+def _routed(layer, x, probs, ids, grad):
+    """The part of the layer behind the router, which lets no rank be without tokens."""
+    layer.zero_grad()
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    layer.token_dispatcher.trusts_router = True
+    sent, weights = layer.token_dispatcher.dispatch_preprocess(x, ids, probs)
+    rows, row_probs = layer.dispatch(sent, weights)
+    output = layer.token_dispatcher.combine_postprocess(layer.combine(layer.routed_experts_compute(rows, row_probs)[0]))
+    output.backward(grad)
+    return [output.detach(), x.grad, probs.grad, *(weight.grad for weight in layer.experts.parameters())]
+
+
+def _given(config, tokens):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad = torch.randn(2, tokens, config.hidden_size, generator=generator).to(config.params_dtype)
+    scores = torch.rand(tokens, config.num_moe_experts, generator=generator)
+    return x, *scores.topk(config.moe_router_topk), grad
+
+
+def _pair(config, experts=CountedExperts, **settings):
+    """A layer without chunks and one with them, of equal parameters."""
+    join_layout(1, W)
+    config = make_config(**config)
+    plain = make_layer(config, experts=CountedExperts)
+    with configured(**settings):
+        chunked = make_layer(config, experts=experts)
+    chunked.load_state_dict(plain.state_dict())
+    return plain, chunked
+
+
+def _equals_unchunked(dtype, tokens):
+    plain, chunked = _pair({"params_dtype": dtype, "gradient_accumulation_fusion": False}, moe_chunks=2)
+    x, probs, ids, grad = _given(plain.config, tokens[dist.get_rank()])
+    for _ in range(2):  # the second pass expects rows
+        expected, actual = (_routed(layer, x, probs, ids, grad) for layer in (plain, chunked))
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if number < 3 and dtype is torch.bfloat16:
+            assert torch.equal(ours, theirs), "no sum is made of both chunks"
+            continue
+        off = (ours - theirs).abs().max() / theirs.abs().max() if theirs.any() else ours.abs().sum()
+        assert off <= {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype], (number, off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [(16, 16, 16, 16), (24, 7, 1, 0), (0, 0, 5, 0), (0, 0, 0, 0)])
+def test_two_chunks_equal_one(four_ranks, dtype, tokens):
+    four_ranks.run(_equals_unchunked, dtype, tokens)
+
+
+# ---- calls
+
+
+def _order():
+    """What is called when, forward and backward."""
+    plain, chunked = _pair({}, moe_chunks=2)
+    assert not {"dispatch", "combine", "routed_experts_compute"} & {*vars(plain)}, "off: Megatron's own methods"
+    x, probs, ids, grad = _given(plain.config, 8)
+    found = []
+    with Calls() as calls:
+        _routed(plain, x, probs, ids, grad)
+    assert calls.counts == [1, 2, 2], "counts, dispatches and combines of both passes"
+    of = {}  # the chunk of a handle
+    dispatch, combine = autograd.DispatchFunction, autograd.CombineFunction
+
+    def noted(function, word):
+        backward = function.backward
+
+        def run(ctx, *grads):
+            found.append(f"{word}{of[id(ctx.handle)]}")
+            return backward(ctx, *grads)
+
+        return mock.patch.object(function, "backward", staticmethod(run))
+
+    def forward(name, word):
+        call = getattr(chunked.token_dispatcher.__class__, name)
+
+        def run(dispatcher, *given):
+            if word == "D":
+                of[id(dispatcher._layout.handle)] = len(of)
+            found.append(f"{word}{of[id(dispatcher._layout.handle)]}")
+            return call(dispatcher, *given)
+
+        return mock.patch.object(chunked.token_dispatcher.__class__, name, run)
+
+    experts = chunked.experts.forward
+
+    def compute(rows, *given):
+        number = len(of) - 1
+        found.append(f"E{number}")
+        rows.register_hook(lambda _: found.append(f"E{number}"))
+        return experts(rows, *given)
+
+    chunked.experts.forward = compute
+    with (
+        noted(dispatch, "D"),
+        noted(combine, "C"),
+        forward("token_dispatch", "D"),
+        forward("token_combine", "C"),
+        Calls() as calls,
+    ):
+        _routed(chunked, x, probs, ids, grad)
+    assert found == ["D0", "E0", "D1", "E1", "C0", "C1", "C1", "C0", "E1", "D1", "E0", "D0"]
+    # Counts come with dispatches of a few bytes of each row; their backward passes are those of the tokens alone.
+    assert calls.counts == [2, 6, 4]
+
+
+def test_calls_of_two_chunks_and_of_one(four_ranks):
+    four_ranks.run(_order)
+
+
+def _replays():
+    plain, chunked = _pair({**RECOMPUTE}, moe_chunks=2)
+    x = torch.randn(9 + dist.get_rank(), 1, 32, dtype=torch.float64)
+    results = []
+    for layer in (plain, chunked):
+        leaf = x.clone().requires_grad_()
+        with Calls() as calls:
+            outputs = [layer(leaf)[0] for _ in range(2)]
+            assert calls.counts == ([2, 2, 2] if layer is plain else [4, 8, 4])
+            sum(output.square().sum() for output in outputs).backward()
+        # Each chunk's replay dispatches, and combines nothing; then the two calls of its backward pass.
+        assert calls.counts == ([2, 6, 4] if layer is plain else [4, 16, 8])
+        results.append([*outputs, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+        assert not any(layer.token_dispatcher._replays._layouts.values())
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_replay_takes_the_layouts_of_both_chunks(four_ranks):
+    four_ranks.run(_replays)
+
+
+def _copies():
+    _, chunked = _pair({}, moe_chunks=2)
+    given = _given(chunked.config, 6)
+    expected = _routed(chunked, *given)
+    twin = copy.deepcopy(chunked.experts), chunked.routed_experts_compute.__self__
+    assert twin[1]._layer is chunked
+    with torch.no_grad():  # inference of Megatron pads: then the layer's own steps run
+        chunked.token_dispatcher.drop_and_pad = True
+        chunked.token_dispatcher.moe_expert_capacity_factor = 8.0
+        x, probs, ids, _ = given
+        with Calls() as calls:
+            rows = chunked.dispatch(*chunked.token_dispatcher.dispatch_preprocess(x, ids, probs))
+            output = chunked.combine(chunked.routed_experts_compute(*rows)[0])
+        assert calls.counts[1:] == [1, 1]
+    torch.testing.assert_close(output, expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_pass_of_inference_has_one_chunk(four_ranks):
+    four_ranks.run(_copies)
+
+
+# ---- weight gradients beside the backward pass of dispatch
+
+
+class _Delayed(torch.autograd.Function):
+    """Experts whose weights get no gradient from the backward pass."""
+
+    @staticmethod
+    def forward(ctx, experts, rows, counts, probs, *weights):
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (rows, probs)]
+            output, _ = CountedExperts.forward(experts, leaves[0], counts, leaves[1])
+        ctx.experts, ctx.leaves, ctx.output = experts, leaves, output
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.experts.told.append("E")
+        ctx.experts.later.append((ctx.output, grad))
+        rows, probs = torch.autograd.grad(ctx.output, ctx.leaves, grad, retain_graph=True)
+        return None, rows, None, probs, *(None for _ in ctx.experts.parameters())
+
+
+class DelayedExperts(CountedExperts):
+    """As Transformer Engine's with delay_wgrad_compute: `backward_dw` overwrites `grad`, or adds to `main_grad`."""
+
+    fuses = False
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.later, self.told = [], []
+
+    def forward(self, rows, tokens_per_expert, probs):
+        return _Delayed.apply(self, rows, tokens_per_expert, probs, *self.parameters()), None
+
+    def backward_dw(self):
+        self.told.append("W")
+        output, grad = self.later.pop(0)
+        weights = [*self.parameters()]
+        for weight, of in zip(weights, torch.autograd.grad(output, weights, grad), strict=True):
+            if self.fuses:
+                weight.main_grad.add_(of)
+                weight.grad_added_to_main_grad = True
+            else:
+                weight.grad = of
+
+
+def _delays(number, fuses):
+    """Under Megatron's DDP, with two microbatches a step: every gradient is in main_grad when a step's passes end."""
+    settings = {"params_dtype": torch.float32, "moe_router_dtype": "fp32"}
+    join_layout(1, W)
+    config, delaying = make_config(**settings), make_config(**settings)
+    setattr(delaying, chunks.DELAYS, True)
+    plain = make_layer(config)
+    with configured(moe_chunks=number):
+        layer = make_layer(delaying, experts=DelayedExperts)
+    layer.load_state_dict(plain.state_dict())
+    layer.experts.fuses = fuses
+    models = []
+    for module in (plain, layer):
+        ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True)
+        models.append(DistributedDataParallel(module.config, ddp, module))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        x = torch.randn(2, 7 + dist.get_rank(), 1, 32, generator=generator)
+        grads = []
+        for model in models:
+            model.zero_grad_buffer()
+            with model.no_sync():
+                model(x[0].clone().requires_grad_())[0].square().sum().backward()
+            model(x[1].clone().requires_grad_())[0].square().sum().backward()
+            model.finish_grad_sync()
+            grads.append({name: parameter.main_grad.clone() for name, parameter in model.named_parameters()})
+        for name, theirs in grads[0].items():
+            assert theirs.any()
+            torch.testing.assert_close(grads[1][name], theirs, rtol=1e-5, atol=1e-6)
+        assert not layer.experts.later
+    assert "".join(layer.experts.told) == "EW" * number * 4
+
+
+@pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_delayed_weight_gradients_are_ddps_in_the_same_step(four_ranks, number, fuses):
+    four_ranks.run(_delays, number, fuses)
+
+
+def _keeps_gradients():
+    """Without DDP gradients are added to those that are there."""
+    plain, _ = _pair({})
+    config = make_config()
+    setattr(config, chunks.DELAYS, True)
+    layer = make_layer(config, experts=DelayedExperts)
+    layer.load_state_dict(plain.state_dict())
+    given = _given(config, 6)
+    expected = _routed(plain, *given)[3:]
+    _routed(layer, *given)
+    with mock.patch.object(layer, "zero_grad"):
+        for twice, once in zip(_routed(layer, *given)[3:], expected, strict=True):
+            torch.testing.assert_close(twice, 2 * once, rtol=1e-12, atol=1e-12)
+
+
+def test_delayed_weight_gradients_are_added_up(four_ranks):
+    four_ranks.run(_keeps_gradients)
+
+
+# ---- what is refused
+
+
+def _refuses(fields, settings, match):
+    join_layout(1, W)
+    config = make_config(num_moe_experts=W, moe_router_topk=1, moe_router_pre_softmax=True)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with configured(**{"moe_chunks": 2, **settings}), pytest.raises(ValueError, match=match):
+        make_layer(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "match"),
+    [
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {},
+            "moe_chunks is 2 with moe_pad_expert_input_to_capacity, which",
+        ),
+        ({}, {"moe_expert_rank_capacity_factor": 2.0}, "moe_chunks is 2 with moe_expert_rank_capacity_factor, whose"),
+        (
+            {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
+            {},
+            "moe_chunks is 2 with moe_shared_expert_overlap, which",
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": []},
+            {},
+            "moe_chunks is 2 with cuda_graph_impl='local', whose",
+        ),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, {}, "moe_chunks is 2 with fp8_recipe='delayed', which"),
+        (
+            {chunks.DELAYS: True, "moe_pad_expert_input_to_capacity": True},
+            {"moe_chunks": 1},
+            f"{chunks.DELAYS} is True with moe_pad_expert_input_to_capacity, which",
+        ),
+    ],
+)
+def test_what_two_chunks_do_not_go_with(four_ranks, fields, settings, match):
+    four_ranks.run(_refuses, fields, settings, match)
+
+
+@pytest.mark.parametrize("number", [0, 3, 2.0, True, None])
+def test_numbers_of_chunks(number):
+    with pytest.raises(ValueError, match=rf"moe_chunks is {number}, must be an int in \[1, 2\]"):
+        Options(moe_chunks=number)
+
+
+def _overlap_is_refused():
+    join_layout(1, W)
+    config = make_config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    config.overlap_moe_expert_parallel_comm = True
+    with configured(moe_chunks=2), pytest.raises(ValueError, match="moe_chunks is 2 with overlap_moe_expert_parallel"):
+        make_layer(config)
+
+
+def test_1f1b_overlap_is_refused(four_ranks):
+    four_ranks.run(_overlap_is_refused)
+
+
+def _warns():
+    for dtype, count in ((torch.bfloat16, 1), (torch.float32, 0)):
+        with configured(moe_chunks=2), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            join_layout(1, W)
+            make_layer(make_config(params_dtype=dtype))
+        told = [str(warning.message) for warning in caught if "gradient_accumulation_fusion" in str(warning.message)]
+        assert len(told) == count and all("are added in torch.bfloat16, which rounds once more" in t for t in told)
+
+
+def test_sums_in_bf16_are_warned_of(four_ranks):
+    four_ranks.run(_warns)
