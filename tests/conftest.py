@@ -50,7 +50,7 @@ def four_ranks(four_started_ranks):
 @pytest.fixture
 def used_memory():
     """What nothing writes to holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a GPU has no deterministic form of every operation
     yield
     torch.use_deterministic_algorithms(False)
 

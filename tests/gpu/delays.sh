@@ -10,5 +10,5 @@ build() { MEGATRON_EP_DELAYS=$1 "$PYTHON" setup.py build_ext --inplace; }
 
 trap 'build "" > /dev/null' EXIT
 build "${SEED:-1}" || exit 1
-"$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 "$@" \
-    tests/gpu/test_gpu_dispatch_combine.py tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py
+"$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 -k "gpu or cuda" "$@" \
+    tests/normal tests/low_latency tests/gpu/test_gpu_dispatch_combine.py tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py

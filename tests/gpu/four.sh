@@ -38,6 +38,7 @@ step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
 step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
 step processes 90 $(tests tests/gpu/test_gpu_{processes,one_rank}.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{dispatch_combine,launch,float8,overlap}.py)
+step shared 120 $(tests tests/normal tests/low_latency -k cuda)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
 step bench 90 "$PYTHON" -m megatron_ep.tools.bench.gpus --json "$OUT/gpus.json"
 step low_latency_bench 60 "$PYTHON" -m megatron_ep.tools.bench.low_latency --json "$OUT/low_latency.json"

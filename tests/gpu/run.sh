@@ -91,8 +91,8 @@ step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0
 case ${MEGATRON_EP_ARCHITECTURES:-} in
     *virtual*) step translate 300 "$PYTHON" tests/gpu/sanitize.py ;; # the driver compiles PTX when it first loads it, and keeps what it made
 esac
-step smoke 60 bash -c 'test_with tests/gpu/test_gpu_dispatch_combine.py -k many_calls'
-step dispatch 90 bash -c 'test_with tests/gpu/test_gpu_dispatch_combine.py'
+step smoke 60 bash -c 'test_with tests/normal/test_dispatch_combine.py -k "many_calls and cuda"'
+step dispatch 120 bash -c 'test_with tests/gpu/test_gpu_dispatch_combine.py tests/normal -k "gpu or cuda"'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py tests/gpu/test_gpu_compile.py'
 step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'
@@ -100,6 +100,7 @@ step gate 60 "$PYTHON" tests/bench/run.py router --device cuda --tokens 1 4096 -
 step bench 90 "$PYTHON" tests/bench/run.py cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py tests/gpu/test_gpu_one_rank.py'
 step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py tests/gpu/test_gpu_low_latency_masks.py'
+step few_tokens 90 bash -c 'test_with tests/low_latency -k cuda'
 step low_latency_bench 90 "$PYTHON" -m megatron_ep.tools.bench.low_latency --json "$OUT/low_latency.json"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
     step fabrics 270 bash -c 'test_with tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency_fabrics.py'

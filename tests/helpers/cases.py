@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 import megatron_ep as ep
@@ -18,6 +19,34 @@ def slot_bytes(hidden: int, dtype: torch.dtype, topk: int) -> int:
     """An upper bound of a row in a ring: payload, tag, ids, indices and weights, rounded up to 16 or 128 bytes."""
     size = hidden * dtype.itemsize
     return size + META_BYTES + 16 * topk + (4 * 16 if size < 1024 else 2 * 128)
+
+
+def assert_all_equal(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Bit by bit, a tensor per rank; ours may be on a GPU."""
+    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a.detach().cpu(), b.detach()), f"rank {rank}"
+
+
+def before(ends: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
+
+
+def need_sums(dtype: torch.dtype, device: str) -> None:
+    if dtype not in summable_dtypes(device):
+        pytest.skip(f"this build sums no {dtype} on GPUs")
+
+
+def leaves(
+    world: int, experts: int, topk: int, hidden: int = 3, device: str = "cpu"
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Ids, rows and weights of a few tokens, for gradients in float64."""
+    need_sums(torch.float64, device)
+    generator, tokens = torch.Generator().manual_seed(world), [3, 0, 2, 4, 1, 2][:world]
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    ids[0][0, 0] = -1
+    x = [torch.randn(t, hidden, generator=generator, dtype=torch.float64) for t in tokens]
+    w = [torch.rand(t, topk, generator=generator, dtype=torch.float64) for t in tokens]
+    return [i.to(device) for i in ids], *([t.to(device).requires_grad_() for t in part] for part in (x, w))
 
 
 def summed_on_gpus(*rows: tuple[int, torch.dtype]) -> list[tuple[int, torch.dtype]]:
@@ -45,6 +74,8 @@ class Case:
         self.num_experts = r.randint(1, 64 // self.world) * self.world
         self.topk = r.choice([1, min(8, self.num_experts), r.randint(1, min(8, self.num_experts))])
         self.hidden = r.choice([8, 1000, r.randint(8, 1000), r.randint(8, 80)])
+        if self.device == "cuda" and self.seed % 2:  # rows for the copy engine
+            self.hidden, self.max_tokens = r.choice([512, 520, 2052, 4096]), min(self.max_tokens, 60)
         self.dtype = r.choice(summable_dtypes(self.device))
         self.alignment = r.choice([1, 1, 4, 16])
         row = slot_bytes(self.hidden, self.dtype, self.topk)
@@ -146,4 +177,8 @@ class Case:
         return [torch.rand(t, self.topk, generator=self.generator) for t in num_tokens]
 
     def cluster(self, **options) -> ep.LocalCluster:
-        return ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, **options)
+        return ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, device=self.device, **options)
+
+    def there(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """On the case's device."""
+        return [tensor.to(self.device) for tensor in tensors]

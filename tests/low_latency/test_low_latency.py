@@ -6,25 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import assert_all_equal
 from low_latency_cases import LowLatencyCase, fill
 from repeats import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.buffer.rank_group import summable_dtypes
 
 BLOCKS, CASES_PER_BLOCK = 10, 12
-
-
-def assert_all_equal(ours, expected):
-    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"rank {rank}"
 
 
 def check_round(case, low_latency):
     ids, weights, x = case.new_round()
     if case.random.random() < 0.3:
         ids = [idx.int() for idx in ids]
-    received = low_latency.dispatch(x, ids, weights, **case.dispatch_options())
+    received = low_latency.dispatch(*map(case.there, (x, ids, weights)), **case.dispatch_options())
     expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
     case.check_rows(received, expected, ids)
     columns = replace(received, x=[p.unsqueeze(-1) for p in received.probs])
@@ -38,7 +35,7 @@ def check_round(case, low_latency):
     for sum_at, factors, given in (
         ("token", None, {}),
         ("expert", None, {}),
-        ("token", at_tokens, {"topk_weights": at_tokens}),
+        ("token", at_tokens, {"topk_weights": case.there(at_tokens)}),
         ("expert", at_rows, {"row_weights": fill(case, received, at_rows, ids)}),
     ):
         y = low_latency.combine(ours, received.handle, **given, sum_at=sum_at)
@@ -46,9 +43,9 @@ def check_round(case, low_latency):
 
 
 @pytest.mark.parametrize("block", a_third(range(BLOCKS)))
-def test_equals_reference(block):
+def test_equals_reference(block, device):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
-        case = LowLatencyCase(seed)
+        case = LowLatencyCase(seed, device=device)
         with case.cluster() as cluster:
             low_latency = case.low_latency(cluster)
             for _ in range(3):
@@ -82,9 +79,9 @@ def test_sums_at_the_expert_are_those_of_the_normal_mode(ranks, on_dead_rank, dt
 
 @pytest.mark.parametrize("seed", a_third(range(12)))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-def test_max_recv_tokens(seed, share):
+def test_max_recv_tokens(seed, share, device):
     """Rows from the limit on are left out of the dispatch, and count as zeros in the combine."""
-    case = LowLatencyCase(1000 + seed)
+    case = LowLatencyCase(1000 + seed, device=device)
     case.masked, case.layout = False, "grouped"
     ids, _, x = case.new_round()
     expected, _, counts = reference.dispatch(
@@ -93,8 +90,9 @@ def test_max_recv_tokens(seed, share):
     limit = max(1, int(share * max(int(count.sum()) for count in counts)))
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
-        received = low_latency.dispatch(x, ids, **case.dispatch_options(), max_recv_tokens=limit)
-        for rank, rows in enumerate(received.x):
+        sent = map(case.there, (x, ids))
+        received = low_latency.dispatch(*sent, **case.dispatch_options(), max_recv_tokens=limit)
+        for rank, rows in enumerate(part.cpu() for part in received.x):
             assert len(rows) == limit
             last = 0
             for first, token, _ in reference.places(ids, rank, case.num_experts, case.alignment):
@@ -104,69 +102,71 @@ def test_max_recv_tokens(seed, share):
             assert bool(received.overflow[rank]) == (last > limit)
         out = case.reals([limit] * case.world)
         for sum_at in ("token", "expert"):
-            y = low_latency.combine(out, received.handle, sum_at=sum_at)
+            y = low_latency.combine(case.there(out), received.handle, sum_at=sum_at)
             options = {"max_recv_tokens": limit, "sum_at": sum_at}
             assert_all_equal(y, reference.low_latency_combine(out, ids, case.num_experts, case.alignment, **options))
 
 
 @pytest.mark.parametrize("seed", a_third(range(10)))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 1.3])
-def test_expert_capacity(seed, share):
+def test_expert_capacity(seed, share, device):
     """Each expert has its rows; more than those are left out of the dispatch, and count as zeros in the combine."""
-    case = LowLatencyCase(2000 + seed)
+    case = LowLatencyCase(2000 + seed, device=device)
     case.masked, case.layout, case.alignment = True, "masked", 1
     ids, weights, x = case.new_round()
     expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts)
     capacity = max(1, int(share * max(int(count.max()) for count in counts)))
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
-        received = low_latency.dispatch(x, ids, weights, expert_capacity=capacity)
+        received = low_latency.dispatch(*map(case.there, (x, ids, weights)), expert_capacity=capacity)
         for rank in range(case.world):
-            assert received.x[rank].shape[1] == received.probs[rank].shape[1] == capacity
+            ours, ours_probs = received.x[rank].cpu(), received.probs[rank].cpu()
+            assert ours.shape[1] == ours_probs.shape[1] == capacity
             assert received.recv_counts[rank].tolist() == counts[rank].tolist()
             assert bool(received.overflow[rank]) == bool((counts[rank] > capacity).any())
             at = reference.places(ids, rank, case.num_experts)
             for expert, (first, token, _) in enumerate(at):
                 end = min(capacity, len(token))
-                assert torch.equal(received.x[rank][expert, :end], expected[rank][first : first + end])
-                assert torch.equal(received.probs[rank][expert, :end], probs[rank][first : first + end])
+                assert torch.equal(ours[expert, :end], expected[rank][first : first + end])
+                assert torch.equal(ours_probs[expert, :end], probs[rank][first : first + end])
         rows = [case.reals([len(part)])[0] for part in expected]
-        out = [torch.full_like(part, torch.nan) for part in received.x]
+        out = [torch.full(part.shape, torch.nan, dtype=part.dtype) for part in received.x]
         for rank in range(case.world):
             for expert, (first, token, _) in enumerate(reference.places(ids, rank, case.num_experts)):
                 end = min(capacity, len(token))
                 out[rank][expert, :end] = rows[rank][first : first + end]
                 rows[rank][first + end : first + len(token)] = 0
         for sum_at in ("token", "expert"):
-            y = low_latency.combine(out, received.handle, sum_at=sum_at)
+            y = low_latency.combine(case.there(out), received.handle, sum_at=sum_at)
             assert_all_equal(y, reference.low_latency_combine(rows, ids, case.num_experts, sum_at=sum_at))
 
 
 @pytest.mark.parametrize("seed", a_third(range(10)))
-def test_shapes_change_from_call_to_call(seed):
+def test_shapes_change_from_call_to_call(seed, device):
     """Smaller rows and fewer experts in the same memory, and calls of the normal mode in between."""
-    case = LowLatencyCase(2000 + seed)
+    case = LowLatencyCase(2000 + seed, device=device)
+    dtypes = summable_dtypes(device)
     with case.cluster() as cluster:
-        low_latency = ep.LowLatency(cluster, max_tokens=60, hidden=80, topk=case.topk, dtype=torch.float64)
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        low_latency = ep.LowLatency(cluster, max_tokens=60, hidden=80, topk=case.topk, dtype=widest)
         case.max_tokens = 60
-        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
-            case.topk = case.random.randint(1, case.topk)
-            case.hidden, case.dtype = case.random.randint(1, 80), dtype
+        for case.dtype in dtypes * (8 // len(dtypes)):
+            case.topk, case.hidden = case.random.randint(1, case.topk), case.random.randint(1, 80)
             case.masked = not case.masked
             case.layout, case.alignment = ("masked", 1) if case.masked else ("grouped", case.random.choice([1, 4]))
             check_round(case, low_latency)
             if case.hidden >= 8:
                 continue
             ids, weights, x = case.new_round()
-            rows = ep.dispatch(x, ids, weights, buffer=cluster)
+            rows = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster)
             assert_all_equal(rows.x, reference.dispatch(x, ids, weights, case.num_experts)[0])
 
 
 def hooked(case, low_latency, log):
     """Starts a dispatch; what its hook and its checks are."""
     ids, weights, x = case.new_round()
-    received, hook = low_latency.dispatch(x, ids, weights, **case.dispatch_options(), return_recv_hook=True)
-    x = [tensor.clone() for tensor in x]
+    sent = map(case.there, (x, ids, weights))
+    received, hook = low_latency.dispatch(*sent, **case.dispatch_options(), return_recv_hook=True)
     expected, _, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
 
     def receive():
@@ -178,9 +178,9 @@ def hooked(case, low_latency, log):
 
 
 @pytest.mark.parametrize("seed", a_third(range(40)))
-def test_hooks_in_any_order(seed):
+def test_hooks_in_any_order(seed, device):
     """Up to two dispatches and two combines under way; the receiving halves come in any order."""
-    case = LowLatencyCase(3000 + seed, max_tokens=20)
+    case = LowLatencyCase(3000 + seed, max_tokens=20, device=device)
     r = case.random
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
@@ -219,15 +219,15 @@ def test_hooks_in_any_order(seed):
                 receive()
 
 
-def two_ranks(**options):
-    cluster = ep.LocalCluster(1, 2, ep.Config(num_experts=4, timeout=5), **options)
-    x = [torch.randn(3, 8), torch.randn(2, 8)]
-    ids = [torch.tensor([[0, 2], [3, -1], [1, 0]]), torch.tensor([[3, 1], [-1, -1]])]
+def two_ranks(device="cpu", **options):
+    cluster = ep.LocalCluster(1, 2, ep.Config(num_experts=4, timeout=5), device=device, **options)
+    x = [torch.randn(tokens, 8, device=device) for tokens in (3, 2)]
+    ids = [torch.tensor(i, device=device) for i in ([[0, 2], [3, -1], [1, 0]], [[3, 1], [-1, -1]])]
     return cluster, ep.LowLatency(cluster, max_tokens=4, hidden=8, topk=2, dtype=torch.float32), x, ids
 
 
-def test_a_third_call_under_way_is_refused_and_nothing_is_lost():
-    cluster, low_latency, x, ids = two_ranks()
+def test_a_third_call_under_way_is_refused_and_nothing_is_lost(device):
+    cluster, low_latency, x, ids = two_ranks(device)
     hooks = [low_latency.dispatch(x, ids, return_recv_hook=True) for _ in range(2)]
     with pytest.raises(ValueError, match="the dispatch before the last has not been received"):
         low_latency.dispatch(x, ids)
@@ -247,7 +247,7 @@ def test_a_third_call_under_way_is_refused_and_nothing_is_lost():
         low_latency.combine(received.x, received.handle)
     for y, hook in combines:
         hook()
-        assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))
+        assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]], device=device))
     cluster.close()
 
 
@@ -261,16 +261,17 @@ def test_out_gets_the_sums():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_counted_by_source(seed):
+def test_rows_are_counted_by_source(seed, device):
     """Added up over calls, once they are received."""
-    case = LowLatencyCase(6000 + seed)
+    case = LowLatencyCase(6000 + seed, device=device)
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
-        rows = [torch.full((case.world,), 7) for _ in range(case.world)]
-        expected = [count.clone() for count in rows]
+        expected = [torch.full((case.world,), 7) for _ in range(case.world)]
+        rows = [count.to(device, copy=True) for count in expected]
         for _ in range(2):
             ids, _, x = case.new_round()
-            _, hook = low_latency.dispatch(x, ids, **case.dispatch_options(), recv_rows=rows, return_recv_hook=True)
+            sent = map(case.there, (x, ids))
+            _, hook = low_latency.dispatch(*sent, **case.dispatch_options(), recv_rows=rows, return_recv_hook=True)
             assert_all_equal(rows, expected)
             hook()
             for rank in range(case.world):

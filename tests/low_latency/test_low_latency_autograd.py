@@ -2,20 +2,10 @@
 
 import pytest
 import torch
+from cases import leaves
 from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep
-
-TOKENS = [3, 0, 2, 4]
-
-
-def leaves(world, experts, topk, hidden=3):
-    generator = torch.Generator().manual_seed(world)
-    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in TOKENS[:world]]
-    ids[0][0, 0] = -1
-    x = [torch.randn(t, hidden, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
-    w = [torch.rand(t, topk, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
-    return ids, x, w
 
 
 @pytest.mark.parametrize("layout", ["masked", "grouped"])
@@ -58,10 +48,10 @@ LAYOUTS = ({"layout": "masked"}, {"layout": "grouped", "expert_alignment": 4})
 @pytest.mark.parametrize("sum_at", ["token", "expert"])
 @pytest.mark.parametrize("options", LAYOUTS)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2)])
-def test_gradcheck_through_experts(nodes, ranks_per_node, options, sum_at):
+def test_gradcheck_through_experts(nodes, ranks_per_node, options, sum_at, device):
     world = nodes * ranks_per_node
-    ids, x, w = leaves(world, 2 * world, min(3, 2 * world))
-    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world)) as cluster:
+    ids, x, w = leaves(world, 2 * world, min(3, 2 * world), device=device)
+    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world), device=device) as cluster:
         low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=3, dtype=torch.float64)
 
         def layer(*inputs):

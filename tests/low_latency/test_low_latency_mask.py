@@ -6,15 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from cases import assert_all_equal
 from low_latency_cases import LowLatencyCase, fill
 
 import megatron_ep as ep
 from megatron_ep import reference
-
-
-def assert_all_equal(ours, expected):
-    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"rank {rank}"
 
 
 def mask_some(case, low_latency):
@@ -28,37 +24,40 @@ def mask_some(case, low_latency):
 def check_round(case, low_latency, plain):
     """The same calls with masked ranks, and with -1 for their choices."""
     ids, weights, x = case.new_round()
-    kept = reference.without_masked(ids, low_latency.active_ranks, case.num_experts)
+    active = [part.cpu() for part in low_latency.active_ranks]
+    kept = reference.without_masked(ids, active, case.num_experts)
     at_tokens = [w.to(case.wide()) for w in weights]
     scaled = [reference.renormalized(*each) for each in zip(at_tokens, ids, kept, strict=True)]
     sums = []
     for mode, chosen in ((low_latency, ids), (plain, kept)):
-        received = mode.dispatch(x, chosen, weights, **case.dispatch_options())
+        received = mode.dispatch(*map(case.there, (x, chosen, weights)), **case.dispatch_options())
         rows, probs, _ = reference.dispatch(x, kept, weights, case.num_experts, case.alignment)
         case.check_rows(received, rows, kept)
         columns = replace(received, x=[p.unsqueeze(-1) for p in received.probs])
         case.check_rows(columns, [p.unsqueeze(1) for p in probs], kept)
         back = fill(case, received, rows, kept)
         at_rows = fill(case, received, [p.to(case.wide()) for p in probs], kept)
-        renormalize = {"renormalize": True} if mode is low_latency else {}
+        weighted, last = case.there(at_tokens), {"renormalize": True}
+        if mode is plain:
+            last, scaled = {}, case.there(scaled)
         sums.append(
             (
                 mode.combine(back, received.handle),
                 mode.combine(back, received.handle, sum_at="expert"),
-                mode.combine(back, received.handle, at_tokens),
+                mode.combine(back, received.handle, weighted),
                 mode.combine(back, received.handle, row_weights=at_rows, sum_at="expert"),
-                mode.combine(back, received.handle, at_tokens if renormalize else scaled, **renormalize),
+                mode.combine(back, received.handle, scaled if mode is plain else weighted, **last),
             )
         )
     for ours, expected in zip(*sums, strict=True):
-        assert_all_equal(ours, expected)
+        assert_all_equal(ours, [part.cpu() for part in expected])
     return [int(((idx >= 0) & (k < 0)).sum()) for idx, k in zip(ids, kept, strict=True)]
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_masked_ranks_are_as_if_nobody_chose_them(block):
+def test_masked_ranks_are_as_if_nobody_chose_them(block, device):
     for seed in range(10 * block, 10 * (block + 1)):
-        case = LowLatencyCase(7000 + seed, max_tokens=40)
+        case = LowLatencyCase(7000 + seed, max_tokens=40, device=device)
         with case.cluster() as cluster, case.cluster() as other:
             low_latency, plain = case.low_latency(cluster, on_dead_rank="mask"), case.low_latency(other)
             dropped = [0] * case.world

@@ -2,32 +2,25 @@
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, assert_all_equal, before
 from repeats import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.buffer.rank_group import summable_dtypes
 
 BLOCKS, CASES_PER_BLOCK = 10, 40
 
 
-def assert_all_equal(ours, expected):
-    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert torch.equal(a, b), f"rank {rank}"
-
-
-def before(ends, tensors):
-    return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
-
-
 @pytest.mark.parametrize("block", a_third(range(BLOCKS)))
-def test_equals_reference(block):
+def test_equals_reference(block, device):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
-        case = Case(seed)
+        case = Case(seed, device=device)
         tokens = case.num_tokens()
         ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
         with case.cluster() as cluster:
-            ours = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=case.alignment)
+            sent = map(case.there, (x, ids, weights))
+            ours = ep.dispatch(*sent, buffer=cluster, expert_alignment=case.alignment)
             expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
             assert_all_equal(ours.x, expected)
             assert_all_equal(ours.probs, probs)
@@ -75,19 +68,21 @@ def test_weighted_combine_equals_reference(block):
 
 
 @pytest.mark.parametrize("seed", a_third(range(60)))
-def test_weighted_combine_bit_by_bit(seed):
-    case = Case(7000 + seed, max_tokens=30)
+def test_weighted_combine_bit_by_bit(seed, device):
+    case = Case(7000 + seed, max_tokens=30, device=device)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
     with case.cluster() as cluster:
         ones = [torch.ones(idx.shape) for idx in ids]
-        rows = ep.dispatch(case.reals(tokens), ids, ones, buffer=cluster, expert_alignment=case.alignment)
+        sent = map(case.there, (case.reals(tokens), ids, ones))
+        rows = ep.dispatch(*sent, buffer=cluster, expert_alignment=case.alignment)
         out = case.reals([len(x) for x in rows.x])
         weights = case.row_weights([len(x) for x in rows.x])
         for rank, probs in enumerate(rows.probs):  # padding is ignored, whatever it holds
-            out[rank][probs == 0] = torch.nan
-            weights[rank][probs == 0] = torch.nan
-        assert_all_equal(ep.combine(out, rows.handle, weights), case.combine(out, weights, ids))
+            out[rank][probs.cpu() == 0] = torch.nan
+            weights[rank][probs.cpu() == 0] = torch.nan
+        y = ep.combine(case.there(out), rows.handle, case.there(weights))
+        assert_all_equal(y, case.combine(out, weights, ids))
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
@@ -105,43 +100,37 @@ def test_same_bits_whatever_the_schedule(seed):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_many_calls_on_one_buffer(seed):
+def test_many_calls_on_one_buffer(seed, device):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
-    first = Case(2000 + seed, max_tokens=60)
+    case = Case(2000 + seed, max_tokens=60, device=device)
     row_bytes = 8 * 1000 + 1024
-    config = ep.Config(
-        num_experts=first.num_experts,
-        timeout=60,
-        tuning=ep.Tuning(channels=2, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes),
-    )
-    with ep.LocalCluster(first.nodes, first.ranks_per_node, config) as cluster:
+    tuning = ep.Tuning(channels=2, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes)
+    case.config = ep.Config(num_experts=case.num_experts, timeout=60, tuning=tuning)
+    dtypes = summable_dtypes(device)
+    with case.cluster() as cluster:
         handles = []
-        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
-            case = first
-            case.topk, case.hidden, case.dtype = (
-                case.random.randint(1, min(8, case.num_experts)),
-                case.random.randint(8, 1000),
-                dtype,
-            )
+        for case.dtype in dtypes[::-1] * (8 // len(dtypes)):
+            case.topk, case.hidden = case.random.randint(1, min(8, case.num_experts)), case.random.randint(8, 1000)
             tokens = case.num_tokens()
             x, ids, weights = case.integers(tokens), case.ids(tokens), case.weights(tokens)
-            ours = ep.dispatch(x, ids, weights, buffer=cluster)
+            ours = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster)
             assert_all_equal(ours.x, reference.dispatch(x, ids, weights, case.num_experts)[0])
             handles.append((ours.handle, ids))
             for handle, ids in handles[-3:]:  # old handles stay good
                 out = case.integers([rank.rows for rank in handle.ranks])
-                assert_all_equal(ep.combine(out, handle), reference.combine(out, ids, case.num_experts))
+                assert_all_equal(ep.combine(case.there(out), handle), reference.combine(out, ids, case.num_experts))
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_cached_dispatch(seed):
-    case = Case(3000 + seed, max_tokens=60)
+def test_cached_dispatch(seed, device):
+    case = Case(3000 + seed, max_tokens=60, device=device)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
     with case.cluster() as cluster:
-        handle = ep.dispatch(case.reals(tokens), ids, buffer=cluster, expert_alignment=case.alignment).handle
+        sent = map(case.there, (case.reals(tokens), ids))
+        handle = ep.dispatch(*sent, buffer=cluster, expert_alignment=case.alignment).handle
         x, weights = case.reals(tokens), case.weights(tokens)
-        again = ep.dispatch(x, topk_weights=weights, handle=handle)
+        again = ep.dispatch(case.there(x), topk_weights=case.there(weights), handle=handle)
         expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
         assert_all_equal(again.x, expected)
         assert_all_equal(again.probs, probs)
@@ -151,8 +140,8 @@ def test_cached_dispatch(seed):
 @pytest.mark.parametrize("seed", a_third(range(8)))
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, capacity, used_memory):
-    case = Case(4000 + seed, max_tokens=60)
+def test_max_recv_tokens(seed, share, slack, capacity, device, used_memory):
+    case = Case(4000 + seed, max_tokens=60, device=device)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows behind the last expert's are zeros, too
@@ -160,10 +149,13 @@ def test_max_recv_tokens(seed, share, slack, capacity, used_memory):
     all_counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
     counts = reference.dispatch(x, ids, weights, case.num_experts, expert_capacity=capacity)[2]
     size = max(1, int(share * max(int(count.sum()) for count in counts)) + slack)
+    if device == "cuda" and case.nodes > 1:  # there must be room for rows that only pass through a rank
+        arriving = [len(reference.flat_rows(ids, rank, case.num_experts)) for rank in range(case.world)]
+        size = max(size, *tokens, *arriving)
     limits = {"expert_capacity": capacity, "max_recv_tokens": size}
     expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, **limits)
     with case.cluster() as cluster:
-        ours = ep.dispatch(x, ids, weights, buffer=cluster, **limits)
+        ours = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster, **limits)
         ends = [size if with_gradient else min(size, int(count.sum())) for count in counts]
         assert_all_equal(before(ends, ours.x), before(ends, expected))
         assert_all_equal(ours.probs, probs)
@@ -172,7 +164,7 @@ def test_max_recv_tokens(seed, share, slack, capacity, used_memory):
         for rank, every in enumerate(all_counts):
             assert bool(ours.overflow[rank]) == (placed[rank].sum() < every.sum())
         out = case.integers([size] * case.world)
-        y = ep.combine(out, ours.handle)
+        y = ep.combine(case.there(out), ours.handle)
         assert_all_equal(y, reference.combine(out, ids, case.num_experts, **limits))
 
 
@@ -199,8 +191,8 @@ def test_max_recv_tokens_leaves_out_whole_tokens():
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_expert_capacity(seed):
-    case = Case(5000 + seed, max_tokens=60)
+def test_expert_capacity(seed, device):
+    case = Case(5000 + seed, max_tokens=60, device=device)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
@@ -208,7 +200,7 @@ def test_expert_capacity(seed):
     for capacity in {max(1, largest), largest + 3, max(1, largest - 1)}:
         expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, expert_capacity=capacity)
         with case.cluster() as cluster:
-            ours = ep.dispatch(x, ids, weights, buffer=cluster, expert_capacity=capacity)
+            ours = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster, expert_capacity=capacity)
             y = ep.combine(ours.x, ours.handle)
         assert_all_equal(ours.x, expected)
         assert_all_equal(ours.probs, probs)
@@ -219,8 +211,11 @@ def test_expert_capacity(seed):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("hidden", [8, 128, 200, 1000])
-def test_float8_with_scales(hidden, scale_dtype):
+@pytest.mark.parametrize("hidden", [8, 128, 200, 1000, 7168])
+def test_float8_with_scales(hidden, scale_dtype, device):
+    def there(tensors):
+        return [tensor.to(device) for tensor in tensors]
+
     generator = torch.Generator().manual_seed(hidden)
     tokens, experts, blocks = [5, 0, 17, 9], 8, -(-hidden // 128)
     ids = [torch.rand(t, experts, generator=generator).topk(3, dim=1).indices for t in tokens]
@@ -228,20 +223,24 @@ def test_float8_with_scales(hidden, scale_dtype):
     scales = [torch.randint(1, 200, (t, blocks), generator=generator, dtype=torch.uint8) for t in tokens]
     if scale_dtype == torch.float32:
         scales = [s.float() for s in scales]
-    weights = [torch.rand(t, 3, generator=generator).requires_grad_() for t in tokens]
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=experts)) as cluster:
-        float8 = [rows.view(torch.float8_e4m3fn) for rows in x]
-        ours = ep.dispatch(float8, ids, weights, scales=[s.view(scale_dtype) for s in scales], buffer=cluster)
-        detached = [w.detach() for w in weights]
+    detached = [torch.rand(t, 3, generator=generator) for t in tokens]
+    weights = [w.to(device, copy=True).requires_grad_() for w in detached]
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=experts), device=device) as cluster:
+        float8, there_ids = there([rows.view(torch.float8_e4m3fn) for rows in x]), there(ids)
+        of_type = [s.view(scale_dtype) for s in scales]
+        ours = ep.dispatch(float8, there_ids, weights, scales=there(of_type), buffer=cluster)
         assert_all_equal([rows.view(torch.uint8) for rows in ours.x], reference.dispatch(x, ids, detached, experts)[0])
         raw = [s.view(torch.uint8) if scale_dtype != torch.float32 else s for s in ours.scales]
         assert_all_equal(raw, reference.dispatch(scales, ids, detached, experts)[0])
-        of_type = [s.view(scale_dtype) for s in scales]
-        few = ep.dispatch(float8, ids, scales=of_type, buffer=cluster, max_recv_tokens=5)
-        expected = reference.dispatch(of_type, ids, detached, experts, max_recv_tokens=5)[0]
-        assert_all_equal([s.view(torch.uint8) for s in few.scales], [s.view(torch.uint8) for s in expected])
+        most = max(*tokens, *(len(reference.flat_rows(ids, rank, experts)) for rank in range(4)))
+        few = ep.dispatch(float8, there_ids, scales=there(of_type), buffer=cluster, max_recv_tokens=most)
+        expected = reference.dispatch(of_type, ids, detached, experts, max_recv_tokens=most)[0]
+        assert any(few.overflow)
+        ends = [min(most, int(counts.sum())) for counts in ours.tokens_per_expert]
+        raw = [[s.view(torch.uint8) for s in before(ends, scales)] for scales in (few.scales, expected)]
+        assert_all_equal(*raw)
         # the weights' gradients travel without rows: here each is the place of its row
-        sum((p * torch.arange(len(p))).sum() for p in ours.probs).backward()
+        sum((p * torch.arange(len(p), device=device)).sum() for p in ours.probs).backward()
         place = torch.zeros(sum(tokens), 3)
         for rank in range(4):
             rows = [reference.expert_rows(ids, expert) for expert in range(2 * rank, 2 * rank + 2)]
