@@ -69,7 +69,7 @@ ANSWER_S = 0.2
 # Seconds by which the reason of a rank that gave up may arrive later than the failure, which other ranks pass on.
 REASON_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
-IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/exclusive_call.h
+IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/launcher.h
 
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
