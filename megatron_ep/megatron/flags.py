@@ -36,10 +36,7 @@ VALUES_WITHOUT_EFFECT = {
     "--moe-hybridep-num-sms-preprocessing": "no effect here: there is no preprocessing kernel",
 }
 MXFP8 = "mxfp8 rows are not supported, and others give other numbers"
-REFUSED_SWITCHES = {
-    "--use-megatron-fsdp": "has never run with this dispatcher",
-    "--overlap-dispatch-backward-with-experts-wgrad": "lets Megatron's DDP take gradients before they are there",
-}
+REFUSED_SWITCHES = {"--use-megatron-fsdp": "has never run with this dispatcher"}
 REFUSED_VALUES = {  # None: every value is refused
     "--moe-megakernel-backend": (None, "its kernels compute the whole MoE layer, and no dispatcher would run"),
     "--moe-dispatch-fwd-dtype": ("mxfp8", MXFP8),
