@@ -53,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
             return _check_network(is_rank, arguments.ranks, arguments.timeout)
         if is_rank:
             return check_job.main_of_rank(arguments.timeout)
-    except (ValueError, EPError, dist.DistError) as error:
+    except (EPError, dist.DistError) as error:
         print(f"megatron-ep check: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 1
     return _check_here()
 
 

@@ -37,8 +37,7 @@ Facts = dict[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report; with --all-ranks rank 0 prints the comparison. Returns 1 if ranks differ in what matters, 2
-    for a user's mistake."""
+    """Prints the report; with --all-ranks rank 0 prints the comparison. Returns 1 if ranks differ in what matters."""
     parser = argparse.ArgumentParser("megatron-ep env", description="Prints what this installation found.")
     parser.add_argument(
         "--all-ranks",
@@ -60,21 +59,14 @@ def main(argv: Sequence[str]) -> int:
     if arguments.plan is not None:
         return _plan(arguments)
     if arguments.time:
-        print("megatron-ep env: --time: only with --plan NODES RANKS", file=sys.stderr)
-        return 2
+        raise ValueError("--time: only with --plan NODES RANKS")
     if not arguments.all_ranks:
         print(env.render())
         return 0
     from megatron_ep.meeting import job
 
-    try:
-        is_rank = job.adopt()
-    except ValueError as error:
-        print(f"megatron-ep env: {error}", file=sys.stderr)
-        return 2
-    if not is_rank:
-        print("megatron-ep env: --all-ranks: start it under torchrun or srun, a process a rank", file=sys.stderr)
-        return 2
+    if not job.adopt():
+        raise ValueError("--all-ranks: start it under torchrun or srun, a process a rank")
     return _compare_all()
 
 
@@ -83,27 +75,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megatron_ep.config import Config, Topology, Tuning
     from megatron_ep.tools.arguments import default_experts
 
-    try:
-        topology = Topology(*arguments.plan)
-        config = Config(
-            num_experts=default_experts(topology) if arguments.experts is None else arguments.experts,
-            num_sms=arguments.num_sms,
-            row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,
-            tuning=Tuning(channels=arguments.channels),
-        )
-        sections = make_plan(
-            topology,
-            config,
-            hidden=arguments.hidden,
-            topk=arguments.topk,
-            num_tokens=arguments.max_tokens,
-            max_recv_tokens=arguments.max_recv_tokens,
-        )
-        if arguments.time:
-            sections |= _times(topology, config, arguments)
-    except ValueError as error:
-        print(f"megatron-ep env: {error}", file=sys.stderr)
-        return 2
+    topology = Topology(*arguments.plan)
+    config = Config(
+        num_experts=default_experts(topology) if arguments.experts is None else arguments.experts,
+        num_sms=arguments.num_sms,
+        row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,
+        tuning=Tuning(channels=arguments.channels),
+    )
+    sections = make_plan(
+        topology,
+        config,
+        hidden=arguments.hidden,
+        topk=arguments.topk,
+        num_tokens=arguments.max_tokens,
+        max_recv_tokens=arguments.max_recv_tokens,
+    )
+    if arguments.time:
+        sections |= _times(topology, config, arguments)
     print(env.render(sections))
     return 0
 

@@ -1,4 +1,5 @@
-"""The command `megatron-ep`. A sub-command imports what it needs when it runs: `env` works when nothing else does."""
+"""The command `megatron-ep`. A sub-command imports what it needs when it runs: `env` works when nothing else does. It
+raises ValueError for a user's mistake, which is printed as one line."""
 
 from __future__ import annotations
 
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = importlib.import_module(f"megatron_ep.{module}").main(arguments[1:])
+    except ValueError as error:
+        print(f"megatron-ep {arguments[0]}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("megatron-ep: interrupted", file=sys.stderr)
         return 130

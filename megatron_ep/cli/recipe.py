@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what was asked for; returns 2 for a user's mistake."""
+    """Prints what was asked for."""
     parser = argparse.ArgumentParser("megatron-ep recipe", description="Shows recipes in the words of launchers.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="show")
     show = actions.add_parser("show", help="print a recipe's flags, environment, torchrun line or Slurm script")
@@ -28,22 +27,18 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     from megatron_ep.training import script_flags, script_recipe
 
-    try:
-        if not script_recipe.is_script_recipe(options.recipe):
-            raise ValueError(
-                f"recipe {options.recipe} has no section parallel, so it is not one for Megatron-LM's pretrain_gpt.py; "
-                f"megatron-ep train {options.recipe} runs it"
-            )
-        loaded = script_recipe.load(options.recipe, options.overrides)
-        if options.form == "flags":
-            print(script_flags.broken(map(shlex.quote, script_flags.flags(loaded))))
-        elif options.form == "env":
-            print("\n".join(f"{k}={shlex.quote(v)}" for k, v in script_flags.environment(loaded).items()))
-        elif options.form == "torchrun":
-            print(script_flags.torchrun(loaded))
-        else:
-            print(script_flags.sbatch(loaded, Path(options.recipe).stem), end="")
-    except ValueError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 2
+    if not script_recipe.is_script_recipe(options.recipe):
+        raise ValueError(
+            f"recipe {options.recipe} has no section parallel, so it is not one for Megatron-LM's pretrain_gpt.py; "
+            f"megatron-ep train {options.recipe} runs it"
+        )
+    loaded = script_recipe.load(options.recipe, options.overrides)
+    if options.form == "flags":
+        print(script_flags.broken(map(shlex.quote, script_flags.flags(loaded))))
+    elif options.form == "env":
+        print("\n".join(f"{k}={shlex.quote(v)}" for k, v in script_flags.environment(loaded).items()))
+    elif options.form == "torchrun":
+        print(script_flags.torchrun(loaded))
+    else:
+        print(script_flags.sbatch(loaded, Path(options.recipe).stem), end="")
     return 0

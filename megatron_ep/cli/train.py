@@ -46,34 +46,26 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     for module in ("megatron.core", "pydantic", "yaml"):
         if importlib.util.find_spec(module.partition(".")[0]) is None:
-            print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
-            return 2
+            raise ValueError(f"needs {module}: pip install 'megatron_ep[megatron,train]'")
     from megatron_ep.meeting import job
     from megatron_ep.training import launcher, recipe, script_launch, script_recipe
 
-    try:
-        is_rank = job.adopt()
-        overrides = list(options.overrides)
-        if options.steps is not None:
-            overrides.append(f"train.train_iters={options.steps}")
-        if script_recipe.is_script_recipe(options.recipe):
-            for name in ("data", "out", "resume"):
-                if getattr(options, name):
-                    raise ValueError(
-                        f"--{name}: of small recipes; this one has dataset.data_path, checkpoint.save, load"
-                    )
-            script_launch.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
-        if options.data is not None:
-            overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
-        loaded = recipe.load(options.recipe, overrides)
-        out = _output_directory(options, is_rank)
-        # A launcher that restarts a rank repeats the command of a new run.
-        resume = options.resume or (job.is_restarted() and bool(_saved(out)))
-        _check_run(loaded, out, resume, is_rank)
-    except ValueError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 2
-
+    is_rank = job.adopt()
+    overrides = list(options.overrides)
+    if options.steps is not None:
+        overrides.append(f"train.train_iters={options.steps}")
+    if script_recipe.is_script_recipe(options.recipe):
+        for name in ("data", "out", "resume"):
+            if getattr(options, name):
+                raise ValueError(f"--{name}: of small recipes; this one has dataset.data_path, checkpoint.save, load")
+        script_launch.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
+    if options.data is not None:
+        overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
+    loaded = recipe.load(options.recipe, overrides)
+    out = _output_directory(options, is_rank)
+    # A launcher that restarts a rank repeats the command of a new run.
+    resume = options.resume or (job.is_restarted() and bool(_saved(out)))
+    _check_run(loaded, out, resume, is_rank)
     if is_rank:
         return _train_rank(loaded, out, resume)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +17,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table. Returns 2 for a user's mistake."""
-    options = _parser().parse_args(argv)
-    try:
-        _compare(options)
-    except ValueError as error:
-        print(f"megatron-ep sequences: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _compare(options: argparse.Namespace) -> None:
+    """Prints a table."""
     import torch
 
     from megatron_ep.sequences.plan import SequencePlan
     from megatron_ep.sequences.planner import RowBytes, balance, computed_at_home
 
+    options = _parser().parse_args(argv)
     _check(options)
     q, kv = (
         heads * options.head_dim * torch.bfloat16.itemsize for heads in (options.query_heads, 2 * options.kv_heads)
@@ -56,6 +46,7 @@ def _compare(options: argparse.Namespace) -> None:
     _print_table(plans, row_bytes)
     if options.predict:
         _print_times(options, plans, row_bytes)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in NAMES:
         print(__doc__, file=sys.stderr)
         return 2
-    return run(importlib.import_module(f"bench_{argv[0]}").main, argv[1:])
+    try:
+        return run(importlib.import_module(f"bench_{argv[0]}").main, argv[1:])
+    except ValueError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

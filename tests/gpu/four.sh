@@ -40,8 +40,8 @@ step processes 90 $(tests tests/gpu/test_gpu_{processes,one_rank}.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{dispatch_combine,launch,float8,overlap}.py)
 step shared 120 $(tests tests/normal tests/low_latency -k cuda)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
-step bench 90 "$PYTHON" -m megatron_ep.tools.bench.gpus --json "$OUT/gpus.json"
-step low_latency_bench 60 "$PYTHON" -m megatron_ep.tools.bench.low_latency --json "$OUT/low_latency.json"
+step bench 90 "$PYTHON" -m megatron_ep.cli.main bench gpus --json "$OUT/gpus.json"
+step low_latency_bench 60 "$PYTHON" -m megatron_ep.cli.main bench low-latency --json "$OUT/low_latency.json"
 eval "$("$PYTHON" tests/helpers/megatron_trees.py)"
 if [ -n "$MEGATRON_LM" ]; then
     step train 240 $(tests tests/gpu/test_gpu_train.py)

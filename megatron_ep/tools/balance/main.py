@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,11 @@ MAX_ROWS = 12  # rows of a table of layers, which has the best and worst of more
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables. Returns 2 for a user's mistake."""
+    """Prints tables."""
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("numpy") is None:
-        print("megatron-ep balance: needs numpy: pip install numpy", file=sys.stderr)
-        return 2
-    try:
-        _balance(options)
-    except ValueError as error:
-        print(f"megatron-ep balance: {error}", file=sys.stderr)
-        return 2
+        raise ValueError("needs numpy: pip install numpy")
+    _balance(options)
     return 0
 
 

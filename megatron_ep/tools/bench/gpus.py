@@ -272,9 +272,3 @@ def slowest(same: Sequence[Measured]) -> Record:
     seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
     size = fmean(measured.size for measured in same)
     return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

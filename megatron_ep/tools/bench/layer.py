@@ -316,9 +316,3 @@ def records_of(case: Case, by_rank: Sequence[Measured]) -> list[Record]:
             ]
             records.append(make_record(case, phase, name, seconds, len(parts) * size, **asdict(case)))
     return records
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

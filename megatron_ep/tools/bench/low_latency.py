@@ -233,9 +233,3 @@ def _slowest(case: Case, same: Sequence[Measured]) -> Record:
     first = same[0]
     size = fmean(rank.size for rank in same)
     return make_record(case, first.phase, first.implementation, seconds, size, **asdict(case))
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

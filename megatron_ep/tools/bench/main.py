@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 
 from megatron_ep.meeting import job
@@ -15,25 +14,20 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in NAMES:
         name, argv = argv[0].replace("-", "_"), argv[1:]
     elif argv and not argv[0].startswith("-"):
-        print(f"megatron-ep bench: no benchmark {argv[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
-        return 2
+        raise ValueError(f"no benchmark {argv[0]!r}; there are {', '.join(NAMES)}")
     else:
         name = "layer"
     return run(importlib.import_module(f"megatron_ep.tools.bench.{name}").main, argv)
 
 
 def run(benchmark: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Runs one benchmark. Returns its exit status: 2 for a mistake, and for sizes that do not fit."""
+    """Runs one benchmark. Returns its exit status. Raises ValueError for sizes that do not fit."""
     try:
         job.adopt()  # sets torchrun's variables in a Slurm job step
         return benchmark(argv)
-    except ValueError as error:
-        print(f"megatron-ep bench: {error}", file=sys.stderr)
-        return 2
     except RuntimeError as error:
         import torch  # imported late, because some benchmarks need no torch and start faster
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise
-        print(f"megatron-ep bench: these sizes do not fit: {str(error).partition('. ')[0]}", file=sys.stderr)
-        return 2
+        raise ValueError(f"these sizes do not fit: {str(error).partition('. ')[0]}") from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,20 +33,16 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
     if not job.adopt():
-        print("megatron-ep bench network: start it under torchrun or srun, a process a rank", file=sys.stderr)
-        return 2
+        raise ValueError("network: start it under torchrun or srun, a process a rank")
     with JobRanks(arguments.timeout) as ranks:
         topology = ranks.topology
         machines = len(set(ranks.machines))
         if machines < 2:
-            print(f"megatron-ep bench network: all {ranks.world_size} ranks are on one machine", file=sys.stderr)
-            return 2
+            raise ValueError(f"network: all {ranks.world_size} ranks are on one machine")
         if topology.nodes != machines:
-            print(f"{nodes.VARIABLE} makes {topology.nodes} nodes of {machines} machines", file=sys.stderr)
-            return 2
+            raise ValueError(f"{nodes.VARIABLE} makes {topology.nodes} nodes of {machines} machines")
         if arguments.experts % ranks.world_size:
-            print(f"--experts is {arguments.experts}, must be a multiple of {ranks.world_size} ranks", file=sys.stderr)
-            return 2
+            raise ValueError(f"--experts is {arguments.experts}, must be a multiple of {ranks.world_size} ranks")
         report = Report(arguments.json, ranks.rank)
         if not megatron_side.is_installed():
             report.say("\nmegatron_alltoall skipped: megatron-core is not installed")
@@ -147,7 +142,3 @@ def add(report: Report, case: layer.Case, by_rank: Sequence[layer.Measured]) -> 
     records = layer.records_of(case, by_rank)
     title = f"{case}: a rank sends {records[0]['bytes'] / 1e6:.1f} MB to other nodes"
     report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

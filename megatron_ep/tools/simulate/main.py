@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,22 @@ NEAR = 1.03  # time over that of the fastest up to which fewer SMs are preferred
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables. Returns 2 for a user's mistake."""
-    try:
-        options = _parser().parse_args(argv)
-        _simulate(options)
-    except ValueError as error:
-        print(f"megatron-ep simulate: {error}", file=sys.stderr)
-        return 2
+    """Prints tables."""
+    from megatron_ep.tools.simulate import Machine
+
+    options = _parser().parse_args(argv)
+    cases = list(_cases(options))
+    several_nodes = any(case.uses_network for case in cases)
+    machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
+    if options.trace and len(cases) > 1:
+        raise ValueError("--trace: of one case, but there are several")
+    _print_machine(machine, cases)
+    found = []
+    for case in cases:
+        found.append(_predict(case, machine, 0 if options.trace else -1, not options.no_band))
+        _print_prediction(*found[-1], has_roles=len(cases) == 1, ffn=options.ffn)
+    _print_recommended(found)
+    _write(options, found)
     return 0
 
 
@@ -47,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Predicts what dispatch (its layout known) and combine take on GPUs that you do not have, and the "
         "exchange of counts before a dispatch (notify): runs the protocol's own roles in virtual time. Does not "
         "simulate the host's part, what runs in parallel, nor congestion between the cards. Needs no GPU.",
-        epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
+        epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --json times.json",
     )
     parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
     parser.add_argument("ranks", metavar="RANKS", type=int, help="ranks of a node, one a GPU")
@@ -94,30 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
     output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
-    output.add_argument("--svg", metavar="FILE", help="time over ranks; of one case, what each role does")
     output.add_argument("--trace", metavar="FILE", help="the warps of rank 0, for ui.perfetto.dev; of one case")
-    output.add_argument(
-        "--timeline", metavar="FILE", help="the roles of rank 0's channel 0 in dispatch, as SVG; likewise"
-    )
     return parser
-
-
-def _simulate(options: argparse.Namespace) -> None:
-    from megatron_ep.tools.simulate import Machine
-
-    cases = list(_cases(options))
-    several_nodes = any(case.uses_network for case in cases)
-    machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
-    if (options.trace or options.timeline) and len(cases) > 1:
-        raise ValueError("--trace and --timeline: of one case, but there are several")
-    _print_machine(machine, cases)
-    traced = 0 if options.trace or options.timeline else -1
-    found = []
-    for case in cases:
-        found.append(_predict(case, machine, traced, not options.no_band))
-        _print_prediction(*found[-1], has_roles=len(cases) == 1, ffn=options.ffn)
-    _print_recommended(found)
-    _write(options, found)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -126,7 +112,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     from megatron_ep.tools.simulate import Case
 
     if options.mode == "low-latency":
-        for name in ("channels", "rdma_rows", "chunk", "local_pass", "timeline"):
+        for name in ("channels", "rdma_rows", "chunk", "local_pass"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
     faults = _faults(options)
@@ -374,45 +360,12 @@ def _print_recommended(found: Sequence[Found]) -> None:
 
 
 def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
-    from megatron_ep.tools.simulate.pictures import timeline
     from megatron_ep.tools.simulate.trace import trace_of
 
-    first = found[0][0]
     if options.json:
         save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
     if options.trace:
-        save("--trace", options.trace, json.dumps(trace_of(first.phases)))
-    if options.timeline:
-        if "dispatch" not in first.phases:
-            raise ValueError(f"--timeline: a wait expired in {first.ended_in}, so there is no dispatch to draw")
-        topology = first.case.topology
-        title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
-        save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
-    if options.svg:
-        save("--svg", options.svg, _picture(options, found))
-
-
-def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
-    from megatron_ep.tools.simulate.pictures import Point, role_bars, time_over_ranks
-    from megatron_ep.tools.simulate.published import published_us
-
-    first = found[0][0]
-    shape = f"T = {first.case.num_tokens}, H = {options.hidden} {options.dtype}"
-    if any(prediction.first for prediction, _ in found):
-        raise ValueError("--svg: a wait expired, so there is no time to draw")
-    if len(found) == 1:
-        topology = first.case.topology
-        return role_bars(f"{topology.nodes} x {topology.ranks_per_node} ranks, {shape}", first.phases)
-    if len({prediction.case.topology for prediction, _ in found}) < len(found):
-        raise ValueError("--svg: of one case, or of one for each number of nodes")
-    points: dict[str, list[Point]] = {}
-    for prediction, band in found:
-        floors = floors_us(prediction)
-        for name, phase in prediction.phases.items():
-            world = prediction.case.topology.world_size
-            others = published_us(prediction.case, name)
-            points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name], others))
-    return time_over_ranks(f"Predicted time over ranks, {shape}", points)
+        save("--trace", options.trace, json.dumps(trace_of(found[0][0].phases)))
 
 
 def plan_times(case: Case, machine: Machine) -> dict[str, str]:
