@@ -8,8 +8,8 @@
 #include <deque>
 #include <random>
 
-#include "fabric/virtual/virtual_fabric.h"
 #include "normal_programs.h"
+#include "tools/simulate/virtual_fabric.h"
 
 namespace ep {
 namespace {

@@ -21,7 +21,7 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", "", answer()};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
 """
 FABRIC = "int unrelated() { return 1; }\n"
-MODULES = {"bindings/module.cpp", "bindings/simulate/module.cpp"}
+MODULES = {"bindings/module.cpp", "tools/simulate/module.cpp"}
 BINDINGS = "Unity/unity_0_cxx.cxx"  # several files as one
 
 FINE = """\
@@ -55,7 +55,7 @@ def tree(tmp_path: Path) -> Path:
         "csrc/core/answer.h": "constexpr int answer() { return -1; }\n",
         "csrc/bindings/module.cpp": MODULE,
         "csrc/bindings/binding.cpp": "int binding() { return 3; }\n",
-        "csrc/bindings/simulate/module.cpp": MODULE.replace('"_C"', '"_simulate"').replace(
+        "csrc/tools/simulate/module.cpp": MODULE.replace('"_C"', '"_simulate"').replace(
             "PyInit__C", "PyInit__simulate"
         ),
         "csrc/fabric/fabric.cpp": FABRIC,

@@ -46,7 +46,7 @@ class Machine:
     """A machine file.
 
     sms: SMs of a GPU.
-    constants: ns and GB/s, with the names of csrc/exec/virtual/machine.h.
+    constants: ns and GB/s, with the names of csrc/tools/simulate/cluster.h.
     held_out: errors of the GPU's constants, by mode (`Case.mode`).
     band: constants of the network card that have not been measured, and their bounds.
     """

@@ -1,4 +1,4 @@
-#include "fabric/virtual/card.h"
+#include "tools/simulate/card.h"
 
 #include <algorithm>
 

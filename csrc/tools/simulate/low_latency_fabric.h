@@ -6,10 +6,8 @@
 
 #include "core/low_latency_heap.h"
 #include "core/row.h"
-#include "exec/virtual/virtual_warp.h"
 #include "fabric/fabric.h"
-#include "fabric/virtual/card.h"
-#include "fabric/virtual/images.h"
+#include "tools/simulate/heaps.h"
 
 namespace ep {
 
@@ -22,8 +20,8 @@ struct LowLatencyImages {
 
 // Fabric of the low-latency mode in virtual time: stores within a node, or to all ranks (maps_all),
 // and network cards to the others. What is put to an image of a node goes to the place of another
-// source there (images.h).
-class VirtualLowLatencyFabric {
+// source there (heaps.h).
+class VirtualLowLatencyFabric : public VirtualHeaps {
   public:
     static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
     static constexpr bool kKeepsLines = false;  // rows have flags, also where GPUs use lines
@@ -31,38 +29,13 @@ class VirtualLowLatencyFabric {
 
     VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
                             const LowLatencyImages& images, bool maps_all)
-        : cluster_(cluster),
-          cards_(cards),
+        : VirtualHeaps(cluster, cards, images.heap.topology, rank, true),
           images_(images),
-          topology_(images.heap.topology),
-          rank_(rank),
           maps_all_(maps_all) {}
 
-    template <class T>
-    T* own(size_t offset) const {
-        VirtualWarp::note_load();
-        return at<T>(rank_, offset);
-    }
-    template <class T>
-    T* network(size_t offset) const {
-        return own<T>(offset);
-    }
-    template <class T>
-    T* peer(int local, size_t offset) const {
-        return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
-    }
-    template <class T>
-    T* at(int rank, size_t offset) const {
-        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
-    }
     bool maps(int rank) const {
         return maps_all_ || topology_.node_of(rank) == topology_.node_of(rank_);
     }
-    template <class W>
-    uint64_t acquire_signal(int, size_t flag) const {
-        return W::template acquire<Scope::System>(at<uint64_t>(rank_, flag));
-    }
-
     template <class W>
     void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
         warp.finish_writes();
@@ -169,11 +142,7 @@ class VirtualLowLatencyFabric {
     }
     int pair_of(int channel, int rank) const { return channel * topology_.world() + rank; }
 
-    VirtualCluster& cluster_;
-    VirtualCards& cards_;
     const LowLatencyImages& images_;
-    Topology topology_;
-    int rank_;
     bool maps_all_;
 };
 static_assert(ReachesAllRanks<VirtualLowLatencyFabric, VirtualWarp>);

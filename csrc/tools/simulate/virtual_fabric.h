@@ -5,11 +5,8 @@
 
 #include "core/heap.h"
 #include "core/row.h"
-#include "core/topology.h"
-#include "exec/virtual/virtual_warp.h"
 #include "fabric/fabric.h"
-#include "fabric/virtual/card.h"
-#include "fabric/virtual/images.h"
+#include "tools/simulate/heaps.h"
 
 namespace ep {
 
@@ -22,46 +19,18 @@ struct NodeImages {
 
 // Fabric of the normal mode in virtual time: stores within a node, and between nodes stores
 // (kMapped) or network cards. What is put to an image of a node goes into another ring there
-// (images.h). That permutes rings and nodes: how many rows each carries, in which order and with
+// (heaps.h). That permutes rings and nodes: how many rows each carries, in which order and with
 // which credit, stays as with all nodes.
 template <bool kMapped>
-class VirtualFabric {
+class VirtualFabric : public VirtualHeaps {
   public:
     static constexpr bool kMapsAll = kMapped;
     static constexpr bool kOrdersWarps = kMapped;
 
-    // charges_loads: a lane's loads from its own heap take time (see VirtualWarp::lanes).
     VirtualFabric(VirtualCluster& cluster, VirtualCards& cards, int rank, const NodeImages& images,
                   bool charges_loads = false)
-        : cluster_(cluster),
-          cards_(cards),
-          images_(images),
-          topology_(images.heap.topology),
-          rank_(rank),
-          charges_loads_(charges_loads) {}
-
-    template <class T>
-    T* own(size_t offset) const {
-        if (charges_loads_) VirtualWarp::note_load();
-        return reinterpret_cast<T*>(cluster_.heaps[rank_] + offset);
-    }
-    template <class T>
-    T* network(size_t offset) const {
-        return own<T>(offset);
-    }
-    template <class T>
-    T* peer(int local, size_t offset) const {
-        return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
-    }
-    template <class T>
-    T* at(int rank, size_t offset) const {
-        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
-    }
-    template <class W>
-    uint64_t acquire_signal(int, size_t flag) const {
-        return W::template acquire<Scope::System>(
-            reinterpret_cast<uint64_t*>(cluster_.heaps[rank_] + flag));
-    }
+        : VirtualHeaps(cluster, cards, images.heap.topology, rank, charges_loads),
+          images_(images) {}
 
     template <class W>
     void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
@@ -103,7 +72,7 @@ class VirtualFabric {
 
   private:
     // The node that stands for another one, and the nodes and rings by which the source is shifted
-    // there (see images.h).
+    // there (see heaps.h).
     struct Image {
         int node;
         long shift, rings;
@@ -140,12 +109,7 @@ class VirtualFabric {
         cards_.post(warp.fiber(), {to, channel * topology_.nodes + node, bytes, flag, add});
     }
 
-    VirtualCluster& cluster_;
-    VirtualCards& cards_;
     const NodeImages& images_;
-    Topology topology_;
-    int rank_;
-    bool charges_loads_;
 };
 static_assert(FabricLike<VirtualFabric<false>, VirtualWarp> &&
               FabricLike<VirtualFabric<true>, VirtualWarp>);

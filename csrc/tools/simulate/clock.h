@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/incident.h"
-#include "exec/virtual/stacks.h"
+#include "tools/simulate/stacks.h"
 
 namespace ep {
 

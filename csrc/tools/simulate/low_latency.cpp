@@ -1,12 +1,12 @@
-#include "launch/virtual/low_latency.h"
+#include "tools/simulate/low_latency.h"
 
 #include <algorithm>
 #include <stdexcept>
 
 #include "fabric/shared_memory.h"
-#include "fabric/virtual/low_latency_fabric.h"
 #include "protocol/low_latency_combine.h"
 #include "protocol/low_latency_dispatch.h"
+#include "tools/simulate/low_latency_fabric.h"
 
 namespace ep {
 namespace {

@@ -1,15 +1,15 @@
-#include "launch/virtual/transfers.h"
+#include "tools/simulate/transfers.h"
 
 #include <algorithm>
 #include <deque>
 #include <stdexcept>
 
-#include "fabric/virtual/virtual_fabric.h"
 #include "launch/cuda/channels.h"
 #include "launch/run_role.h"
 #include "protocol/intra_rank.h"
 #include "protocol/layout.h"
 #include "protocol/notify.h"
+#include "tools/simulate/virtual_fabric.h"
 
 namespace ep {
 namespace {

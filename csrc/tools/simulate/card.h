@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "exec/virtual/cluster.h"
+#include "tools/simulate/cluster.h"
 
 namespace ep {
 

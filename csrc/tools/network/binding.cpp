@@ -1,5 +1,3 @@
-#include "fabric/queue/network_load.h"
-
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -8,6 +6,7 @@
 
 #include "bindings/module.h"
 #include "fabric/shared_memory.h"
+#include "tools/network/load.h"
 
 namespace py = pybind11;
 

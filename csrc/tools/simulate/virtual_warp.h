@@ -6,8 +6,8 @@
 #include "exec/host/quantize.h"
 #include "exec/host/rows.h"
 #include "exec/serial_lanes.h"
-#include "exec/virtual/cluster.h"
 #include "exec/warp.h"
+#include "tools/simulate/cluster.h"
 
 namespace ep {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/low_latency_args.h"
-#include "launch/virtual/phase.h"
+#include "tools/simulate/phase.h"
 
 namespace ep {
 

@@ -1,4 +1,4 @@
-#include "exec/virtual/stacks.h"
+#include "tools/simulate/stacks.h"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "exec/virtual/clock.h"
+#include "tools/simulate/clock.h"
 
 #include <algorithm>
 #include <cstdlib>

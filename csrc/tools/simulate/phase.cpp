@@ -1,4 +1,4 @@
-#include "launch/virtual/phase.h"
+#include "tools/simulate/phase.h"
 
 #include <algorithm>
 #include <utility>

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/topology.h"
-#include "exec/virtual/cluster.h"
-#include "fabric/virtual/card.h"
 #include "launch/cuda/roles.h"
+#include "tools/simulate/card.h"
+#include "tools/simulate/cluster.h"
 
 namespace ep {
 
@@ -53,7 +53,7 @@ struct VirtualDifferences {
 // Settings that both modes share. Tokens and SMs are those of one rank.
 struct VirtualCase {
     Topology topology;
-    int simulated_nodes;  // the others are images of these, see fabric/virtual/images.h
+    int simulated_nodes;  // the others are images of these, see tools/simulate/heaps.h
     int num_experts, topk, num_tokens;
     int num_sms;
     bool maps_rail = false;  // nodes reach each other's memory

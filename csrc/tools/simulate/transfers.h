@@ -7,7 +7,7 @@
 #include "core/args.h"
 #include "core/planned_layout.h"
 #include "fabric/shared_memory.h"
-#include "launch/virtual/phase.h"
+#include "tools/simulate/phase.h"
 
 namespace ep {
 

@@ -1,4 +1,4 @@
-#include "fabric/queue/network_load.h"
+#include "tools/network/load.h"
 
 #include <algorithm>
 #include <atomic>

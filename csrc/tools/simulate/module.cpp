@@ -7,8 +7,8 @@
 
 #include "bindings/address.h"
 #include "bindings/incidents.h"
-#include "launch/virtual/low_latency.h"
-#include "launch/virtual/transfers.h"
+#include "tools/simulate/low_latency.h"
+#include "tools/simulate/transfers.h"
 
 namespace py = pybind11;
 
@@ -215,7 +215,7 @@ void add_failures(py::class_<Mode>& mode) {
 void bind_transfers(py::module_& m) {
     py::class_<VirtualTransfers> transfers(
         m, "Transfers",
-        "The normal mode in virtual time, whose settings launch/virtual/transfers.h names. "
+        "The normal mode in virtual time, whose settings tools/simulate/transfers.h names. "
         "topk_idx: addresses of int32 [T, K], of each simulated rank.");
     transfers
         .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
@@ -248,7 +248,7 @@ void bind_transfers(py::module_& m) {
 void bind_low_latency(py::module_& m) {
     py::class_<VirtualLowLatency> low_latency(
         m, "LowLatency",
-        "The low-latency mode in virtual time, whose settings launch/virtual/low_latency.h names; "
+        "The low-latency mode in virtual time, whose settings tools/simulate/low_latency.h names; "
         "the rest as of Transfers.");
     low_latency
         .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
@@ -280,7 +280,7 @@ PYBIND11_MODULE(_simulate, m) {
     for (const auto& [name, member] : kConstants) names.append(name);
     m.attr("CONSTANTS") = py::tuple(names);
 
-    py::class_<Machine>(m, "Machine", "How long things take: see csrc/exec/virtual/machine.h.")
+    py::class_<Machine>(m, "Machine", "How long things take: see csrc/tools/simulate/cluster.h.")
         .def(py::init(&machine_of), py::kw_only(), py::arg("sms"), py::arg("constants"));
     bind_transfers(m);
     bind_low_latency(m);
