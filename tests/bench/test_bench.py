@@ -49,7 +49,7 @@ def test_records_beside_megatron(tmp_path, capsys):
 
 
 def test_the_ranks_of_a_job(tmp_path):
-    """Of this machine; those of several: `megatron-ep bench network` in tests/network."""
+    """Of this machine; those of several: test_bench_network.py."""
     file = tmp_path / "bench.json"
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     tasks = training_runs.clean_environment(**slurm, GLOO_SOCKET_IFNAME="lo")

@@ -1,4 +1,4 @@
-"""`megatron-ep bench network`: what plain TCP carries, and its records."""
+"""`megatron-ep bench` between machines: what plain TCP carries, and its records."""
 
 from datetime import timedelta
 from unittest import mock
@@ -10,7 +10,8 @@ from megatron_ep import megatron as megatron_side
 from megatron_ep.errors import EPError
 from megatron_ep.meeting import processes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-from megatron_ep.tools.bench import layer, network
+from megatron_ep.tools.bench import layer
+from megatron_ep.tools.bench.plain_tcp import PlainTcp
 from megatron_ep.tools.bench.report import Report
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -27,7 +28,7 @@ def ranks():
 def run_with_one_that_has_gone() -> list[str]:
     rendezvous = StoreRendezvous(None, timedelta(seconds=20))
     rank, texts = rendezvous.rank, []
-    with network.PlainTcp(rendezvous, (rank + 1) % W, (rank - 1) % W) as plain:
+    with PlainTcp(rendezvous, (rank + 1) % W, (rank - 1) % W) as plain:
         if rank == 1:
             with pytest.raises(EPError) as caught:
                 plain.exchange(100)
@@ -45,7 +46,7 @@ def test_a_peer_that_has_gone_is_named(ranks):
 
 def run_bench() -> tuple[layer.Measured, int, list[int]]:
     """What this rank measures, the bytes that it sends to others, and those of each exchange over plain TCP."""
-    exchanged, exchange = [], network.PlainTcp.exchange
+    exchanged, exchange = [], PlainTcp.exchange
 
     def count(plain, size):
         exchanged.append(size)
@@ -53,10 +54,10 @@ def run_bench() -> tuple[layer.Measured, int, list[int]]:
 
     with (
         mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank()}"),
-        mock.patch.object(network.PlainTcp, "exchange", count),
+        mock.patch.object(PlainTcp, "exchange", count),
     ):
-        measured = network.measure(CASE, warmup=1, iterations=2, timeout=100.0)
-    return measured, network._crossing_bytes(CASE, network.Topology(W, 1), dist.get_rank()), exchanged
+        measured = layer.measure(CASE, megatron_side.is_installed(), 1, 2, tcp_timeout=100.0)
+    return measured, layer.crossing_bytes(CASE, dist.get_rank()), exchanged
 
 
 def test_plain_tcp_carries_the_bytes_that_the_records_say(ranks, tmp_path, capsys):
@@ -67,7 +68,7 @@ def test_plain_tcp_carries_the_bytes_that_the_records_say(ranks, tmp_path, capsy
     assert [measured.size for measured in by_rank] == [mean] * W
     assert {size for of_rank in exchanged for size in of_rank} == {mean}
     report = Report(tmp_path / "bench.json")
-    network.add(report, CASE, by_rank)
+    layer.add(report, CASE, by_rank, crosses=True)
     text = capsys.readouterr().out
     names = {"ours", "plain_tcp"} | ({"megatron_alltoall"} if megatron_side.is_installed() else set())
     assert all(name in text for name in names)

@@ -100,7 +100,7 @@ def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus
 
 def test_bench_names_its_benchmarks(capsys):
     assert cli.main(["bench", "nosuch"]) == 2
-    assert "no benchmark 'nosuch'; there are gpus, low-latency, network" in capsys.readouterr().err
+    assert "no benchmark 'nosuch'; there are gpus, low-latency" in capsys.readouterr().err
 
 
 def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):

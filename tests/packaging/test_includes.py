@@ -4,7 +4,16 @@ import re
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LAYERS = ("core", "exec", "fabric", "protocol", "launch", "router", "bindings", "tools")  # each may include those before it
+LAYERS = (
+    "core",
+    "exec",
+    "fabric",
+    "protocol",
+    "launch",
+    "router",
+    "bindings",
+    "tools",
+)  # each may include those before it
 FOREIGN = re.compile(r"cuda|nvshmem|nccl|torch|ATen|c10|pybind11|Python\.h")
 
 

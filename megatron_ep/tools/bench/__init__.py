@@ -8,5 +8,4 @@ starts their processes. Only the command line and tests import it; it imports th
 NAMES = {
     "gpus": "dispatch and combine, a rank on each GPU of this machine or a job",
     "low-latency": "the low-latency mode on GPUs",
-    "network": "dispatch and combine between machines, compared with plain TCP",
 }

@@ -1,19 +1,23 @@
 """`megatron-ep bench`: dispatch and combine, Megatron's all-to-all dispatcher and a memory copy, in one run.
 
-All three move the same tokens, in turns. Each rank is a process with one thread. Dispatch is everything from a layer's
-hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the
-reverse. low_latency sums a token's rows on the token's rank; low_latency_sum_at_expert first sums those of each rank
-there, like the normal mode; low_latency_fp8 sends bf16 rows as fp8 and returns bf16 rows. T tokens on this rank, H
-hidden, E experts, K choices per token, R rows received.
+All three move the same tokens, in turns. Each rank is a process with one thread. Between the machines of a job, plain
+TCP connections also carry, both ways at once, the mean bytes that a rank sends to other nodes, a token once for each of
+them (plain_tcp); a record's bytes are these then, and otherwise those of the rows that a rank receives. Dispatch is
+everything from a layer's hidden states, routing map and probabilities to expert-grouped rows, counts and their
+probabilities; combine is the reverse. low_latency sums a token's rows on the token's rank; low_latency_sum_at_expert
+first sums those of each rank there, like the normal mode; low_latency_fp8 sends bf16 rows as fp8 and returns bf16 rows.
+T tokens on this rank, H hidden, E experts, K choices per token, R rows received.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from datetime import timedelta
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS
 from megatron_ep.meeting import job
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.arguments import (
     add_rounds,
     add_sizes,
@@ -33,6 +38,7 @@ from megatron_ep.tools.arguments import (
     seconds,
 )
 from megatron_ep.tools.bench import NAMES
+from megatron_ep.tools.bench.plain_tcp import PlainTcp
 from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.tools.bench.timing import Timer, host_timer, time_rounds
 from megatron_ep.tools.job_ranks import JobRanks
@@ -45,7 +51,7 @@ Steps = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of a rank: the bytes of its rows, and the seconds of each round by (implementation, phase)."""
+    """The times of a rank: its bytes, and the seconds of each round by (implementation, phase)."""
 
     size: int
     seconds: dict[tuple[str, str], list[float]]
@@ -100,12 +106,20 @@ def _begin(arguments: argparse.Namespace, rank: int = 0) -> Report:
 
 
 def _time(ranks: LocalRanks | JobRanks, shape: tuple[int, int], arguments: argparse.Namespace, report: Report) -> None:
+    machines = len(set(ranks.machines)) if isinstance(ranks, JobRanks) else 1
+    tcp_timeout = arguments.timeout if machines > 1 and shape == (machines, ranks.world_size // machines) else None
     for dtype in arguments.dtype:
         case = Case(*shape, dtype, arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
-        by_rank = ranks.run(measure, case, megatron_side.is_installed(), arguments.warmup, arguments.iters)
-        records = records_of(case, by_rank)
-        title = f"{case}: a rank receives {records[0]['bytes'] / 1e6:.1f} MB of expert-grouped rows"
-        report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
+        given = (case, megatron_side.is_installed(), arguments.warmup, arguments.iters, tcp_timeout)
+        add(report, case, ranks.run(measure, *given), crosses=tcp_timeout is not None)
+
+
+def add(report: Report, case: Case, by_rank: Sequence[Measured], *, crosses: bool) -> None:
+    """Reports a case. crosses: whether its bytes are those that cross to other nodes."""
+    records = records_of(case, by_rank)
+    what = "sends {:.1f} MB to other nodes" if crosses else "receives {:.1f} MB of expert-grouped rows"
+    title = f"{case}: a rank {what.format(records[0]['bytes'] / 1e6)}"
+    report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
 
 
 def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
@@ -157,23 +171,60 @@ def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(
-    case: Case, beside_megatron: bool, warmup: int, iterations: int, others: Mapping[str, Steps] | None = None
+    case: Case, beside_megatron: bool, warmup: int, iterations: int, tcp_timeout: float | None = None
 ) -> Measured:
-    """Runs on every rank of a gloo world. others: further implementations to time."""
+    """Runs on every rank of a gloo world. tcp_timeout: limit of a wait in seconds of plain TCP connections, which are
+    timed too; None: they are not."""
     x, weights, topk_idx = draw(case)
     config = ep.Config(num_experts=case.experts)
     topology = ep.Topology(case.nodes, case.ranks_per_node)
-    with torch.no_grad(), ep.Buffer(dist.group.WORLD, config, topology) as buffer:
-        others = dict(others or {})
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        buffer = stack.enter_context(ep.Buffer(dist.group.WORLD, config, topology))
+        others: dict[str, Steps] = {}
+        size = None
+        if tcp_timeout is not None:
+            rendezvous = StoreRendezvous(None, timedelta(seconds=tcp_timeout))
+            size = round(fmean(rendezvous.gather(crossing_bytes(case, rendezvous.rank))))
+            others["plain_tcp"] = _steps_of_plain_tcp(stack, rendezvous, topology, size)
         if case.tokens <= MAX_LOW_LATENCY_TOKENS:
             others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
             others["low_latency_sum_at_expert"] = _steps_of_low_latency(buffer, case, x, topk_idx, sum_at="expert")
             if x.dtype == torch.bfloat16:
                 others["low_latency_fp8"] = _steps_of_low_latency(buffer, case, x, topk_idx, fp8="fp32")
         if beside_megatron:
-            return _measure_beside_megatron(case, x, topk_idx, weights, others, warmup, iterations)
-        steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights), **others}
-        return _measure_in_turns(steps, warmup, iterations)
+            measured = _measure_beside_megatron(case, x, topk_idx, weights, others, warmup, iterations)
+        else:
+            steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights), **others}
+            measured = _measure_in_turns(steps, warmup, iterations)
+        return measured if size is None else Measured(size, measured.seconds)
+
+
+def crossing_bytes(case: Case, rank: int) -> int:
+    """Returns the bytes of this rank's tokens, once for each other node that they go to."""
+    x, _, topk_idx = draw(case)
+    nodes = topk_idx // (case.experts // case.nodes)
+    own = rank // case.ranks_per_node
+    rows = sum(int((nodes == node).any(dim=1).sum()) for node in range(case.nodes) if node != own)
+    return rows * x.shape[1] * x.itemsize
+
+
+def _steps_of_plain_tcp(
+    stack: contextlib.ExitStack, rendezvous: StoreRendezvous, topology: ep.Topology, size: int
+) -> Steps:
+    """Returns the steps of a connection to the same rank of the next node. size: bytes of each step, both ways."""
+    rank, world = rendezvous.rank, rendezvous.world_size
+    to, source = (rank + topology.ranks_per_node) % world, (rank - topology.ranks_per_node) % world
+    plain = stack.enter_context(PlainTcp(rendezvous, to, source))
+
+    def run_dispatch() -> torch.Tensor:
+        plain.exchange(size)
+        return torch.empty(0)
+
+    def run_combine(rows: torch.Tensor) -> torch.Tensor:
+        plain.exchange(size)
+        return rows
+
+    return run_dispatch, run_combine
 
 
 def _measure_beside_megatron(

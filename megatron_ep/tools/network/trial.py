@@ -1,4 +1,4 @@
-"""A network between ranks without a buffer, which `bench network` times and `check --network` examines."""
+"""A network between ranks without a buffer, which `check --network` examines."""
 
 from __future__ import annotations
 
