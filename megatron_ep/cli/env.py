@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ep.diagnosis import env
 
 if TYPE_CHECKING:
-    from megatron_ep.config import Config, Topology
+    pass
 
 PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
 GOODBYE_S = 10.0
@@ -54,12 +54,9 @@ def main(argv: Sequence[str]) -> int:
     plan.add_argument("--max-recv-tokens", type=int, help="R, rows per rank (T * K)")
     plan.add_argument("--num-sms", type=int, help="Config.num_sms")
     plan.add_argument("--channels", type=int, help="Tuning.channels")
-    plan.add_argument("--time", action="store_true", help="what dispatch and combine would take, too; takes seconds")
     arguments = parser.parse_args(argv)
     if arguments.plan is not None:
         return _plan(arguments)
-    if arguments.time:
-        raise ValueError("--time: only with --plan NODES RANKS")
     if not arguments.all_ranks:
         print(env.render())
         return 0
@@ -90,26 +87,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         num_tokens=arguments.max_tokens,
         max_recv_tokens=arguments.max_recv_tokens,
     )
-    if arguments.time:
-        sections |= _times(topology, config, arguments)
     print(env.render(sections))
     return 0
-
-
-def _times(topology: Topology, config: Config, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    from megatron_ep.tools.simulate import Case, Machine
-    from megatron_ep.tools.simulate.main import default_images, plan_times
-
-    case = Case(
-        topology,
-        config,
-        num_tokens=arguments.max_tokens,
-        hidden=arguments.hidden,
-        topk=arguments.topk,
-        images=default_images(topology),
-    )
-    machine = Machine.default(case.uses_network)
-    return {f"predicted time on {machine.name}, T = {case.num_tokens}": plan_times(case, machine)}
 
 
 def _compare_all() -> int:

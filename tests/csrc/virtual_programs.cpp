@@ -79,7 +79,7 @@ const char* run(uint64_t seed) {
     NormalProgram program(seed, nullptr);
     std::mt19937_64 random(seed);
     VirtualWorld all{{random_machine(random), program.heaps, program.heap.bytes(), seed},
-                     {all.cluster, {}},
+                     VirtualCards(all.cluster),
                      {program.topology.nodes, program.heap, RowFormat(16, 0, 4, 1)}};
     all.cluster.row = {1 << 20, 0, 1 << 20, 0, 1 << 10};
     all.cluster.sums_rows = true;

@@ -11,7 +11,6 @@ from ideal_machine import ideal
 
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict
-from megatron_ep.tools.simulate.case import Faults
 
 ROW, SLOT = 14336, 14592  # of 7168 values of bf16 with K = 8: alone, and on the wire
 
@@ -53,7 +52,6 @@ def rail_rows(one):
 def test_every_row_crosses_the_network_once(h200, nodes, ranks, settings):
     one = case(nodes, ranks, **settings)
     found = predict(one, h200)
-    assert found.first is None and found.incidents == []
     assert found.phases["dispatch"].rail_rows == rail_rows(one)
     topk = settings.get("topk", 8)
     header = SLOT - ROW if topk == 8 else None
@@ -131,7 +129,6 @@ def test_images_stand_for_nodes(h200):
     all_nodes = predict(case(8, 2, 512), h200)
     for images in (1, 2, 4):
         found = predict(case(8, 2, 512, images=images), h200)
-        assert found.first is None
         for name, phase in all_nodes.phases.items():
             assert found.phases[name].rail_rows / images == pytest.approx(phase.rail_rows / 8, rel=0.02)
             assert found.phases[name].us == pytest.approx(phase.us, rel=0.05)
@@ -164,37 +161,9 @@ def test_rings_are_deep_enough_for_either_order_of_a_card(h200):
         assert phase.us <= 1.15 * in_turns[name].us, name
 
 
-def test_who_is_slow_or_late(h200):
-    us = {name: phase.us for name, phase in predict(case(4, 1, 512), h200).phases.items()}
-    slow = predict(case(4, 1, 512, faults=Faults(slow_rank=2, slow_speed=0.5)), h200).phases
-    late = predict(case(4, 1, 512, faults=Faults(late_rank=2, late_us=100)), h200).phases
-    for name, time in us.items():
-        assert slow[name].us > 1.5 * time
-        assert time < late[name].us < time + 200
-        assert late[name].ends[2] > 100
-
-
-@pytest.mark.parametrize(
-    ("lost", "phase", "awaited"),
-    [(1, "notify", "counts from another node"), (4, "dispatch", "network ring"), (9, "dispatch", "network ring")],
-)
-def test_a_lost_signal_is_reported(h200, lost, phase, awaited):
-    found = predict(case(2, 1, 256, faults=Faults(lossy_rank=0, lost_signal=lost), timeout=0.5), h200)
-    assert found.first is not None and found.first[0] == "timeout"
-    assert found.ended_in == phase and found.phases == {}
-    timeouts = [incident for incident in found.incidents if incident["outcome"] == "timeout"]
-    assert timeouts and all(incident["rank"] == found.first[1] for incident in timeouts)
-    assert any(awaited in incident["waiting_for"] for incident in found.incidents)
-
-
-def test_a_signal_that_is_lost_in_combine(h200):
-    """The last credit of dispatch, for which nobody waits before combine, or combine's first signal."""
-    whole = predict(case(2, 1, 64), h200)
-    for lost in itertools.count(1):
-        found = predict(case(2, 1, 64, faults=Faults(lossy_rank=0, lost_signal=lost)), h200)
-        if found.ended_in not in ("notify", "dispatch"):
-            break
-    assert found.ended_in == "combine" and found.phases["dispatch"].ends == whole.phases["dispatch"].ends
+def test_a_wait_that_expires_is_an_error(h200):
+    with pytest.raises(RuntimeError, match=r"the simulation ended with timeout of rank [01]"):
+        predict(case(2, 1, 256, timeout=1e-7), h200)
 
 
 @given(
@@ -224,21 +193,9 @@ def test_any_shape_ends_and_moves_its_rows(h200, nodes, ranks, tokens, hidden, d
         num_sms=data.draw(st.sampled_from([4, 24, 100]), "SMs"),
     )
     found = predict(one, h200)
-    assert found.first is None
     for phase in found.phases.values():
         assert phase.rail_rows == rail_rows(one)
         assert (phase.row_bytes > 0) == (one.uses_network and phase.rail_rows > 0)
-
-
-def test_the_track_of_a_rank(h200):
-    found = predict(case(2, 2, 128), h200, trace_rank=1)
-    tracks = found.phases["dispatch"].tracks
-    assert {"nvl_sender", "rdma_sender", "forwarder", "receiver"} <= {track.role for track in tracks}
-    assert max(track.end for track in tracks) == found.phases["dispatch"].ends[1]
-    for track in tracks:
-        ends = [track.begin, *(time for _, begin, end in track.waits for time in (begin, end)), track.end]
-        assert ends == sorted(ends)
-    assert predict(case(2, 2, 128), h200).phases["dispatch"].tracks == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +212,6 @@ def test_the_track_of_a_rank(h200):
         ({"routing": "nodes:9", "nodes": 4}, "M of routing nodes:M is 9"),
         ({"hidden": 12}, "hidden is 12, must be a multiple of 8"),
         ({"tokens": 0}, "num_tokens is 0"),
-        ({"faults": Faults(slow_rank=9)}, "faults.slow_rank is 9"),
     ],
 )
 def test_what_is_no_case(settings, message):

@@ -4,17 +4,12 @@
 
 namespace ep {
 
-VirtualCards::VirtualCards(VirtualCluster& cluster, const Faults& faults)
-    : cluster_(cluster), faults_(faults) {
+VirtualCards::VirtualCards(VirtualCluster& cluster) : cluster_(cluster) {
     for (size_t rank = 0; rank < cluster.gpus.size(); ++rank) {
         Card& card = cards_.emplace_back();
         card.cards = this;
         card.rank = static_cast<int>(rank);
     }
-}
-
-double VirtualCards::speed(int rank) const {
-    return cluster_.machine.card * (rank == faults_.slow_rank ? faults_.slow_speed : 1);
 }
 
 void VirtualCards::post(VirtualFiber& fiber, const Message& message) {
@@ -33,8 +28,6 @@ void VirtualCards::post(VirtualFiber& fiber, const std::vector<Message>& message
 void VirtualCards::take(VirtualFiber& fiber, const Message& message) {
     cluster_.clock.catch_up(fiber);
     Card& card = cards_[fiber.rank];
-    if (message.flag && ++card.signals == faults_.lost_signal && fiber.rank == faults_.lossy_rank)
-        return;
     const bool takes_turns = cluster_.machine.card_turn > 0;
     std::deque<Message>& queue_pair = card.queue_pairs[takes_turns ? message.queue_pair : 0];
     queue_pair.push_back(message);
@@ -65,11 +58,11 @@ void VirtualCards::serve(Card& card, double time) {
         machine.card_turn > 0 ? std::min(message.bytes, machine.card_turn) : message.bytes;
     message.bytes -= part;
     const bool is_last = message.bytes <= 0;
-    const double sends = part / speed(card.rank), takes = part / speed(message.to);
+    const double sends = part / machine.card;
     const double lasts = sends + (is_last ? machine.card_message : 0);
     const double sent = cluster_.gpus[card.rank].card_out.use(time, lasts);
     const double there =
-        cluster_.gpus[message.to].card_in.use(sent + machine.card_way - sends, takes);
+        cluster_.gpus[message.to].card_in.use(sent + machine.card_way - sends, sends);
     bytes_sent_ += part;
     if (is_last) {
         ++messages_;

@@ -14,15 +14,7 @@ namespace ep {
 // order; queue pairs take turns, or the card serves what comes first.
 class VirtualCards {
   public:
-    // How a card differs from the others.
-    struct Faults {
-        int slow_rank = -1;
-        double slow_speed = 1;  // factor of its bandwidth
-        int lossy_rank = -1;
-        uint64_t lost_signal = 0;  // that rank's signal that never arrives, from 1; 0: none
-    };
-
-    VirtualCards(VirtualCluster& cluster, const Faults& faults);
+    explicit VirtualCards(VirtualCluster& cluster);
 
     struct Message {
         int to;
@@ -50,14 +42,11 @@ class VirtualCards {
         bool is_busy = false;
         std::map<int, std::deque<Message>> queue_pairs;
         std::deque<int> turns;
-        uint64_t signals = 0;
     };
     void take(VirtualFiber& fiber, const Message& message);
     void serve(Card& card, double time);
-    double speed(int rank) const;
 
     VirtualCluster& cluster_;
-    Faults faults_;
     std::vector<Card> cards_;
     double bytes_sent_ = 0;
     uint64_t messages_ = 0, flags_ = 0;

@@ -19,25 +19,17 @@ namespace ep {
 constexpr double kNever = 1e300;
 constexpr int kWaits = static_cast<int>(Wait::SendQueue) + 1;
 
-// A wait of a warp, in ns.
-struct WaitSpan {
-    Wait wait;
-    double begin, end;
-};
-
 // What a warp did in one role, in ns.
 struct VirtualTask {
     Role role = Role::Launch;
     double began = 0, ended = 0;
     double copied = 0;  // time spent in copies and sums
     std::array<double, kWaits> waited{};
-    std::vector<WaitSpan> waits;  // of a traced warp
 };
 
 // A warp in virtual time: where it runs, its time, and what it did.
 struct VirtualFiber {
     int rank = 0, sm = 0, channel = 0;
-    bool is_traced = false;
     double time = 0;         // ns; its next operation happens no earlier
     double begun = 0;        // when it, or its half, began
     double writes_done = 0;  // when all that it stored has been written

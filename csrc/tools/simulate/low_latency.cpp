@@ -61,7 +61,7 @@ struct VirtualLowLatency::State {
           received(Segment::sparse(rows * row_bytes)),
           cluster(machine, heaps_in(memory.data(), images.heap.bytes(), ranks), images.heap.bytes(),
                   s.seed),
-          cards(cluster, s.faults),
+          cards(cluster),
           shares(ranks) {
         cluster.timeout = s.timeout;
         cluster.rows_have_bytes = false;
@@ -94,7 +94,7 @@ struct VirtualLowLatency::State {
     template <class Args, class ShareOf>
     VirtualPhase run(Role role, const std::vector<Args>& args, const Look& look, ShareOf&& share) {
         cluster.call = ++calls;
-        VirtualLaunch launch(cluster, cards, settings.num_sms, settings.differences);
+        VirtualLaunch launch(cluster, cards, settings.num_sms);
         for (int rank = 0; rank < ranks; ++rank) {
             for_warps(settings.num_sms, [&](int block, int warp) {
                 const Team team{warp * settings.num_sms + block, warps};

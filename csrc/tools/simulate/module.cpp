@@ -2,7 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <type_traits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "bindings/address.h"
@@ -92,37 +93,25 @@ py::dict describe(const VirtualPhase& phase) {
     d["messages"] = phase.messages;
     d["happened"] = phase.happened;
     d["switches"] = phase.switches;
-    py::list tracks;
-    for (const VirtualPhase::Track& track : phase.tracks) {
-        py::list spans;
-        for (const WaitSpan& span : track.task.waits)
-            spans.append(py::make_tuple(name_of_wait(static_cast<uint64_t>(span.wait)), span.begin,
-                                        span.end));
-        py::dict t;
-        t["role"] = name(track.task.role);
-        t["channel"] = track.channel;
-        t["sm"] = track.sm;
-        t["begin"] = track.task.began;
-        t["end"] = track.task.ended;
-        t["waits"] = spans;
-        tracks.append(t);
-    }
-    d["tracks"] = tracks;
     return d;
 }
 
-// Runs a phase without the GIL, and calls `look` with it. Ctrl-C ends the phase.
-template <class Run>
-py::dict run(const Look& look, Run&& phase) {
+// Runs a phase without the GIL, and calls `look` with it. Ctrl-C ends the phase. Throws
+// std::runtime_error if a wait expired.
+template <class Mode>
+py::dict run(Mode& mode, VirtualPhase (Mode::*phase)(const Look&), const Look& look) {
     VirtualPhase done;
     {
         const py::gil_scoped_release release;
-        done = phase([&](uint64_t rows, uint64_t all) {
+        done = (mode.*phase)([&](uint64_t rows, uint64_t all) {
             const py::gil_scoped_acquire acquire;
             if (PyErr_CheckSignals()) throw py::error_already_set();
             if (look) look(rows, all);
         });
     }
+    if (const auto first = first_reason(mode.control(0).abort))
+        throw std::runtime_error("the simulation ended with " + std::string(first->first) +
+                                 " of rank " + std::to_string(first->second));
     return describe(done);
 }
 
@@ -142,17 +131,8 @@ void set_case(VirtualCase& c, const py::dict& settings) {
     set(c.num_tokens, settings, "num_tokens");
     set(c.num_sms, settings, "num_sms");
     set(c.maps_rail, settings, "maps_rail");
-    py::dict run;
-    set(run, settings, "run");
-    set(c.timeout, run, "timeout");
-    set(c.faults.slow_rank, run, "slow_rank");
-    set(c.faults.slow_speed, run, "slow_speed");
-    set(c.faults.lossy_rank, run, "lossy_rank");
-    set(c.faults.lost_signal, run, "lost_signal");
-    set(c.differences.late_rank, run, "late_rank");
-    set(c.differences.late_by, run, "late_by");
-    set(c.differences.traced_rank, run, "traced_rank");
-    set(c.seed, run, "seed");
+    set(c.timeout, settings, "timeout");
+    set(c.seed, settings, "seed");
 }
 
 VirtualSettings settings_of(const py::dict& settings) {
@@ -192,24 +172,12 @@ std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
     return ids;
 }
 
-// Bind a phase, and what shows its failures, for either mode.
+// Binds a phase of either mode.
 template <class Mode>
 void add_phase(py::class_<Mode>& mode, const char* name, VirtualPhase (Mode::*phase)(const Look&)) {
     mode.def(
-        name,
-        [phase](Mode& m, const Look& look) {
-            return run(look, [&](auto&& l) { return (m.*phase)(l); });
-        },
-        py::arg("look") = py::none());
-}
-template <class Mode>
-void add_failures(py::class_<Mode>& mode) {
-    mode.def(
-            "first_reason", [](const Mode& m) { return first_reason(m.control(0).abort); },
-            "Who gave up first, and why; None: nobody did.")
-        .def(
-            "incidents", [](const Mode& m, int rank) { return incidents_of(m.control(rank)); },
-            py::arg("rank"));
+        name, [phase](Mode& m, const Look& look) { return run(m, phase, look); },
+        py::arg("look") = py::none(), "Raises RuntimeError if a wait expires.");
 }
 
 void bind_transfers(py::module_& m) {
@@ -242,7 +210,6 @@ void bind_transfers(py::module_& m) {
     add_phase(transfers, "notify", &VirtualTransfers::notify);
     add_phase(transfers, "dispatch", &VirtualTransfers::dispatch);
     add_phase(transfers, "combine", &VirtualTransfers::combine);
-    add_failures(transfers);
 }
 
 void bind_low_latency(py::module_& m) {
@@ -267,7 +234,6 @@ void bind_low_latency(py::module_& m) {
             "Rows that come to the simulated ranks over the network, and over NVLink.");
     add_phase(low_latency, "dispatch", &VirtualLowLatency::dispatch);
     add_phase(low_latency, "combine", &VirtualLowLatency::combine);
-    add_failures(low_latency);
 }
 
 }  // namespace

@@ -28,9 +28,8 @@ std::vector<char*> heaps_in(char* memory, size_t bytes, int ranks) {
     return heaps;
 }
 
-VirtualLaunch::VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms,
-                             const VirtualDifferences& differences)
-    : cluster_(cluster), cards_(cards), sms_(sms), differences_(differences) {
+VirtualLaunch::VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms)
+    : cluster_(cluster), cards_(cards), sms_(sms) {
     cluster.reset_servers();
 }
 
@@ -39,8 +38,6 @@ void VirtualLaunch::add(int rank, int sm, Body body) {
     fiber.rank = rank;
     fiber.sm = sm;
     fiber.time = cluster_.machine.launch;
-    if (rank == differences_.late_rank) fiber.time += differences_.late_by;
-    fiber.is_traced = rank == differences_.traced_rank;
     cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
 }
 
@@ -66,19 +63,18 @@ VirtualPhase VirtualLaunch::run(const Look& look, uint64_t expected_rows) {
 VirtualPhase VirtualLaunch::result() {
     VirtualPhase phase;
     phase.ends.resize(cluster_.gpus.size());
-    const auto add = [&](const VirtualFiber& fiber, const VirtualTask& task) {
+    const auto add = [&](const VirtualTask& task) {
         VirtualPhase::OfRole& role = phase.roles[static_cast<int>(task.role)];
         ++role.warps;
         role.time += task.ended - task.began;
         role.copied += task.copied;
         for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += task.waited[wait];
-        if (fiber.is_traced) phase.tracks.push_back({fiber.channel, fiber.sm, task});
     };
     for (VirtualFiber& fiber : fibers_) {
         phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
         fiber.task.ended = fiber.time;
-        for (const VirtualTask& task : fiber.earlier) add(fiber, task);
-        add(fiber, fiber.task);
+        for (const VirtualTask& task : fiber.earlier) add(task);
+        add(fiber.task);
     }
     const double end = *std::max_element(phase.ends.begin(), phase.ends.end());
     const auto busiest = [&](double& share, double busy) { share = std::max(share, busy / end); };

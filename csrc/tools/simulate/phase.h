@@ -24,16 +24,11 @@ struct VirtualPhase {
         double copied = 0;  // the part of `time` spent in copies and sums
         std::array<double, kWaits> waited{};
     };
-    struct Track {
-        int channel, sm;
-        VirtualTask task;
-    };
     std::vector<double> ends;  // by rank: when its last warp ended
     std::array<OfRole, kRoles> roles;
     double sm = 0, memory = 0, link_out = 0, link_in = 0, card = 0;  // busy share, rank maximum
     double bytes_sent = 0, row_bytes = 0;                            // all cards; rows: no flags
     uint64_t messages = 0, happened = 0, switches = 0;
-    std::vector<Track> tracks;  // for the traced rank only
 
     // Adds a phase that each rank launches `between` ns after the end of this one.
     void append(const VirtualPhase& behind, double between);
@@ -41,14 +36,6 @@ struct VirtualPhase {
 
 // Is called with the progress of a phase: copies and sums so far, and about how many in all.
 using Look = std::function<void(uint64_t done, uint64_t all)>;
-
-// Ranks that differ from the others; -1: none. The late rank's launches begin late_by ns later, and
-// the phase has tracks of the traced rank's warps.
-struct VirtualDifferences {
-    int late_rank = -1;
-    double late_by = 0;
-    int traced_rank = -1;
-};
 
 // Settings that both modes share. Tokens and SMs are those of one rank.
 struct VirtualCase {
@@ -58,8 +45,6 @@ struct VirtualCase {
     int num_sms;
     bool maps_rail = false;  // nodes reach each other's memory
     double timeout = 10e9;   // ns
-    VirtualCards::Faults faults;
-    VirtualDifferences differences;
     uint64_t seed = 0;  // puts simultaneous events in a random order; 0: in the order of requests
 
     int ranks() const { return simulated_nodes * topology.ranks_per_node; }
@@ -84,8 +69,7 @@ class VirtualLaunch {
     using Body = std::function<void(VirtualFiber&)>;
 
     // sms: SMs of each rank on which the exchange runs, the base of the share `sm`.
-    VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms,
-                  const VirtualDifferences& differences);
+    VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms);
 
     // Adds a warp that runs `body` on an SM of a rank.
     void add(int rank, int sm, Body body);
@@ -98,7 +82,6 @@ class VirtualLaunch {
     VirtualCluster& cluster_;
     VirtualCards& cards_;
     int sms_;
-    VirtualDifferences differences_;
     std::deque<VirtualFiber> fibers_;
 };
 

@@ -64,7 +64,7 @@ struct VirtualTransfers::State {
           memory(Segment::anonymous(images.heap.bytes() * ranks)),
           cluster(machine, heaps_in(memory.data(), images.heap.bytes(), ranks), images.heap.bytes(),
                   s.seed),
-          cards(cluster, s.faults),
+          cards(cluster),
           shares(ranks) {
         cluster.timeout = s.timeout;
     }
@@ -78,11 +78,7 @@ struct VirtualTransfers::State {
                        slot_bytes};
     }
 
-    // launch() is for the exchange, launch_alone() for work that waits for no other rank.
-    VirtualLaunch launch() { return {cluster, cards, settings.num_sms, settings.differences}; }
-    VirtualLaunch launch_alone() {
-        return {cluster, cards, settings.num_sms, {-1, 0, settings.differences.traced_rank}};
-    }
+    VirtualLaunch launch() { return {cluster, cards, settings.num_sms}; }
 
     // Adds the next rank's notify arguments and returns their layout.
     Layout& add_layout(int num_tokens, const int32_t* topk_idx);
@@ -169,12 +165,8 @@ VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings
 
 VirtualTransfers::~VirtualTransfers() = default;
 
-int VirtualTransfers::simulated_ranks() const { return state_->ranks; }
 const ControlBlock& VirtualTransfers::control(int rank) const {
     return state_->cluster.control(rank);
-}
-const Layout::Totals& VirtualTransfers::totals(int rank) const {
-    return state_->notify[rank].layout.totals();
 }
 uint64_t VirtualTransfers::rail_rows() const {
     uint64_t rows = 0;
@@ -388,11 +380,11 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     VirtualPhase done = exchange.run(look, expected);
     if (passes) {
         if (!side.beside) {
-            VirtualLaunch own = s.launch_alone();
+            VirtualLaunch own = s.launch();
             s.add_own_rows(own, 0, side.count);
             done.append(own.run(), 0);
         }
-        VirtualLaunch permute = s.launch_alone();
+        VirtualLaunch permute = s.launch();
         s.add_permute(permute);
         done.append(permute.run(), side.beside ? s.cluster.machine.join : 0);
     }
@@ -441,7 +433,7 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
     for (CombineArgs& args : s.combine) args.call = s.calls;
     VirtualPhase before;
     if (passes && !side.beside) {
-        VirtualLaunch sums = s.launch_alone();
+        VirtualLaunch sums = s.launch();
         add_sums(sums);
         before = sums.run();
     }

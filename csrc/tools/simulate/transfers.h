@@ -50,9 +50,7 @@ class VirtualTransfers {
     VirtualPhase dispatch(const Look& look);
     VirtualPhase combine(const Look& look);
 
-    int simulated_ranks() const;
     const ControlBlock& control(int rank) const;
-    const Layout::Totals& totals(int rank) const;
     // Rows of one dispatch, summed over the simulated ranks: those that cross the network between
     // nodes, and those that arrive from another rank.
     uint64_t rail_rows() const;

@@ -276,10 +276,7 @@ class VirtualWarp : public SerialLanes {
         const double began = fiber_.time, deadline = began + std::min(ns, cluster_.timeout);
         bool has_slept = false;
         auto ended = [&](Waited how) {
-            if (has_slept) {
-                fiber_.task.waited[static_cast<int>(wait)] += fiber_.time - began;
-                if (fiber_.is_traced) fiber_.task.waits.push_back({wait, began, fiber_.time});
-            }
+            if (has_slept) fiber_.task.waited[static_cast<int>(wait)] += fiber_.time - began;
             return how;
         };
         for (bool in_time = true;; has_slept = true) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ep import _C
@@ -22,23 +22,6 @@ from megatron_ep.tools.simulate import routing
 
 BF16_BYTES, SCALE_BYTES, WEIGHT_BYTES, BLOCK = 2, 4, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
 MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
-
-
-@dataclass(frozen=True)
-class Faults:
-    """Simulated faults of simulated ranks; -1 for no rank.
-
-    slow_rank, slow_speed: a rank, and the share of bandwidth that its network card has.
-    late_rank, late_us: a rank, and the delay with which it begins each call.
-    lossy_rank, lost_signal: a rank, and the number, from 1, of its signal over the network that never arrives.
-    """
-
-    slow_rank: int = -1
-    slow_speed: float = 1.0
-    late_rank: int = -1
-    late_us: float = 0.0
-    lossy_rank: int = -1
-    lost_signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,6 @@ class Case:
     seed: int = 0
     order_seed: int = 0
     timeout: float = 10.0
-    faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
         self.config.check_ranks(self.topology)
@@ -107,12 +89,6 @@ class Case:
         )
         if not is_number(self.timeout) or not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout is {self.timeout!r}, must be a number of seconds in (0, 1e6]")
-        for name in ("slow_rank", "late_rank", "lossy_rank"):
-            require_int(f"faults.{name}", getattr(self.faults, name), -1, self.simulated_ranks - 1)
-        if not 0 < self.faults.slow_speed <= 1:
-            raise ValueError(f"faults.slow_speed is {self.faults.slow_speed}, must be in (0, 1]")
-        if not 0 <= self.faults.late_us <= 1e9:
-            raise ValueError(f"faults.late_us is {self.faults.late_us}, must be in [0, 1e9]")
         require_int("num_sms", self.num_sms, 1, 1 << 10)
 
     @property
@@ -160,7 +136,7 @@ class Case:
             payload_type=0,
         )
 
-    def compiled_settings(self, traced_rank: int = -1) -> dict[str, Any]:
+    def compiled_settings(self) -> dict[str, Any]:
         """Returns the settings for the extension, without the choices of experts."""
         of_mode = self._low_latency_settings() if self.is_low_latency else self._normal_settings()
         return {
@@ -172,7 +148,8 @@ class Case:
             "num_tokens": self.num_tokens,
             "num_sms": self.num_sms,
             "maps_rail": self.maps_rail,
-            "run": run_settings(self.timeout, self.faults, traced_rank, self.order_seed),
+            "timeout": 1e9 * self.timeout,
+            "seed": self.order_seed,
             **of_mode,
         }
 
@@ -262,19 +239,4 @@ def ring_settings(
         "combine_bytes": float(combined[0]),
         "combine_slot_bytes": float(combine_slot_bytes),
         "weight_bytes": weight_bytes,
-    }
-
-
-def run_settings(timeout: float, faults: Faults, traced_rank: int = -1, order_seed: int = 0) -> dict[str, Any]:
-    """Returns the faults of ranks and the time limit of a wait, for the extension. timeout: in seconds."""
-    return {
-        "timeout": 1e9 * timeout,
-        "slow_rank": faults.slow_rank,
-        "slow_speed": faults.slow_speed,
-        "lossy_rank": faults.lossy_rank,
-        "lost_signal": faults.lost_signal,
-        "late_rank": faults.late_rank,
-        "late_by": 1e3 * faults.late_us,
-        "traced_rank": traced_rank,
-        "seed": order_seed,
     }

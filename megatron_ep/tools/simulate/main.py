@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
     from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction
     from megatron_ep.tools.simulate.machine import HeldOut
 
-# Limit of simulated ranks, because more take minutes. --images, or ranks that differ, override it.
+# Limit of simulated ranks, because more take minutes. --images overrides it.
 MAX_RANKS = 8
 TOKENS = {"normal": 4096, "low-latency": 128}  # defaults of --tokens
 NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
-MAX_SIGNAL = 1 << 32  # more signals than any call sends
 # What Transformer Engine's grouped products of a layer with H = 7168 and F = 2048 do on an H200 in bf16.
 EXPERT_TFLOPS = 570.0
 CHUNKS_PAY = 1 / 3  # share of the calls in a layer from which two chunks save more than they cost, measured on two H200
@@ -37,15 +35,14 @@ def main(argv: Sequence[str]) -> int:
     cases = list(_cases(options))
     several_nodes = any(case.uses_network for case in cases)
     machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
-    if options.trace and len(cases) > 1:
-        raise ValueError("--trace: of one case, but there are several")
     _print_machine(machine, cases)
     found = []
     for case in cases:
-        found.append(_predict(case, machine, 0 if options.trace else -1, not options.no_band))
+        found.append(_predict(case, machine, not options.no_band))
         _print_prediction(*found[-1], has_roles=len(cases) == 1, ffn=options.ffn)
     _print_recommended(found)
-    _write(options, found)
+    if options.json:
+        save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
     return 0
 
 
@@ -87,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="M",
         help="simulate M nodes, which divide NODES; the others do the same with all nodes shifted (as many as have "
-        f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
+        f"{MAX_RANKS} ranks, at least one)",
     )
     settings = parser.add_argument_group("settings of the buffer", "Each a number, or several to compare: 8,12,24.")
     settings.add_argument("--num-sms", metavar="N", help="SMs (24; in mode normal from 8 nodes on 16)")
@@ -95,14 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
     settings.add_argument("--chunk", metavar="N", help="rows of a put at most (8)")
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
-    faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
-    faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
-    faults.add_argument("--late", metavar="RANK:US", help="delay that rank by this many us")
-    faults.add_argument("--lost", metavar="RANK:N", help="the N-th signal over the network of that rank is lost")
     output = parser.add_argument_group("output")
     output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
     output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
-    output.add_argument("--trace", metavar="FILE", help="the warps of rank 0, for ui.perfetto.dev; of one case")
     return parser
 
 
@@ -115,7 +107,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         for name in ("channels", "rdma_rows", "chunk", "local_pass"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
-    faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
     require_int("--ffn", options.ffn, 1, 1 << 20)
     lists: list[Sequence[Any]] = [
@@ -142,7 +133,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             tuning = dataclasses.replace(tuning, rdma_ring_bytes=rdma_rows * sizes.slot_bytes(config))
             config = dataclasses.replace(config, tuning=tuning)
         images = options.images
-        if images is None and not any((options.slow_nic, options.late, options.lost)):
+        if images is None:
             images = default_images(topology)
         yield Case(
             topology,
@@ -156,7 +147,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             routing=options.routing,
             images=images,
             seed=options.seed,
-            faults=faults,
         )
 
 
@@ -166,49 +156,21 @@ def default_images(topology: Topology) -> int:
     return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
 
 
-def _faults(options: argparse.Namespace) -> Any:
-    from megatron_ep.tools.simulate.case import Faults
-
-    def pair(name: str, text: str | None) -> tuple[int, float]:
-        if text is None:
-            return -1, math.nan
-        rank, _, value = text.partition(":")
-        try:
-            return int(rank), float(value)
-        except ValueError:
-            raise ValueError(f"{name} is {text!r}, must be a rank, a colon and a number") from None
-
-    (slow, speed), (late, us), (lossy, number) = (
-        pair(f"--{name}", getattr(options, name.replace("-", "_"))) for name in ("slow-nic", "late", "lost")
-    )
-    if lossy >= 0 and not (1 <= number <= MAX_SIGNAL and number.is_integer()):
-        raise ValueError(f"--lost is {options.lost!r}: the number of a signal is an int in [1, {MAX_SIGNAL}]")
-    return Faults(
-        slow_rank=slow,
-        slow_speed=speed if slow >= 0 else 1.0,
-        late_rank=late,
-        late_us=us if late >= 0 else 0.0,
-        lossy_rank=lossy,
-        lost_signal=int(number) if lossy >= 0 else 0,
-    )
-
-
 Found = tuple["Prediction", dict[str, tuple[float, float]]]
 
 
-def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Found:
+def _predict(case: Case, machine: Machine, with_band: bool) -> Found:
     """Returns the prediction, and the bounds of each phase's time in us."""
     from megatron_ep.tools.simulate.predict import machines_in_band, predict
 
     choices = case.choices()
     machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
     with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as look:
-        prediction = predict(case, machine, trace_rank=traced, look=look, choices=choices)
+        prediction = predict(case, machine, look=look, choices=choices)
         times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
-        if prediction.first is None:
-            for other in machines:
-                for name, phase in all_phases(predict(case, other, look=look, choices=choices)).items():
-                    times[name].append(phase.us)
+        for other in machines:
+            for name, phase in all_phases(predict(case, other, look=look, choices=choices)).items():
+                times[name].append(phase.us)
     return prediction, {name: (min(values), max(values)) for name, values in times.items()}
 
 
@@ -285,8 +247,6 @@ def _print_prediction(
         f"K = {case.topk}, E = {case.config.num_experts}, {case.routing}; {_settings(case)}; simulated: "
         f"{case.simulated_nodes} node{'s' if case.simulated_nodes > 1 else ''}"
     )
-    if prediction.first is not None:
-        return _print_failure(prediction)
     print(f"{'us':10} {'p50':>9} {'p99':>9} {'last':>9} {'band':>19} {'bytes alone':>12}  waits for")
     floors = floors_us(prediction)
     for name, phase in all_phases(prediction).items():
@@ -321,29 +281,12 @@ def _print_roles(name: str, phase: Phase) -> None:
         print(f"{role:32} {of.warps:7} {of.copied / of.time:7.0%} {sum(of.waited.values()) / of.time:7.0%}  {longest}")
 
 
-def _print_failure(prediction: Prediction) -> None:
-    assert prediction.first is not None
-    outcome, rank = prediction.first
-    print(f"{outcome} in {prediction.ended_in}: rank {rank} gave up first")
-    for incident in prediction.incidents:
-        if incident["outcome"] != "timeout":
-            continue
-        print(
-            f"  rank {incident['rank']}, {incident['role']}, channel {incident['channel']}: waited for "
-            f"{incident['waiting_for']} from rank {incident['peer']}: seen {incident['seen']}, expected "
-            f"{incident['expected']}"
-        )
-    others = sum(incident["outcome"] == "aborted" for incident in prediction.incidents)
-    print(f"  and {others} more waits that this ended")
-
-
 def _print_recommended(found: Sequence[Found]) -> None:
     """Prints the fastest settings among those with the fewest SMs whose total time is near that of the fastest."""
     by_topology: dict[Any, list[tuple[float, Case]]] = {}
     for prediction, _ in found:
-        if prediction.first is None:
-            us = sum(phase.us for phase in prediction.phases.values())
-            by_topology.setdefault(prediction.case.topology, []).append((us, prediction.case))
+        us = sum(phase.us for phase in prediction.phases.values())
+        by_topology.setdefault(prediction.case.topology, []).append((us, prediction.case))
     for topology, times in by_topology.items():
         if len(times) < 2:
             continue
@@ -356,34 +299,6 @@ def _print_recommended(found: Sequence[Found]) -> None:
         )
 
 
-# ---- written files
-
-
-def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
-    from megatron_ep.tools.simulate.trace import trace_of
-
-    if options.json:
-        save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
-    if options.trace:
-        save("--trace", options.trace, json.dumps(trace_of(found[0][0].phases)))
-
-
-def plan_times(case: Case, machine: Machine) -> dict[str, str]:
-    """Returns the time of each phase and what it waits for, for `megatron-ep env --plan`."""
-    prediction, band = _predict(case, machine, -1, True)
-    if prediction.first is not None:
-        raise RuntimeError(f"the simulation ended with {prediction.first}")
-    lines = {}
-    for name, phase in all_phases(prediction).items():
-        low, high = band[name]
-        bounds = f", between {low / 1e3:.2f} and {high / 1e3:.2f}" if high > low else ""
-        waits_for = phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED
-        lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {waits_for}"
-    error = _error(machine, case)
-    lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
-    return lines
-
-
 def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
     case, floors = prediction.case, floors_us(prediction)
     return {
@@ -391,9 +306,7 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
         "settings": case.compiled_settings(),
         "machine": prediction.machine.name,
         "held_out": dataclasses.asdict(_error(prediction.machine, case)),
-        "phases": {}
-        if prediction.first
-        else {
+        "phases": {
             name: {
                 "us": {"p50": phase.at(0.5), "p99": phase.at(0.99), "max": phase.us},
                 "band": band[name],
@@ -408,7 +321,4 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
             }
             for name, phase in all_phases(prediction).items()
         },
-        "first": prediction.first,
-        "ended_in": prediction.ended_in,
-        "incidents": prediction.incidents,
     }

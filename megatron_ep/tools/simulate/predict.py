@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,18 +47,6 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Track:
-    """A warp of the traced rank: us since the launch, and its waits (what for, from, to)."""
-
-    role: str
-    channel: int
-    sm: int
-    begin: float
-    end: float
-    waits: list[tuple[str, float, float]]
-
-
-@dataclass(frozen=True)
 class Phase:
     """Notify, dispatch or combine.
 
@@ -80,7 +68,6 @@ class Phase:
     bytes_sent: float
     row_bytes: float
     messages: int
-    tracks: list[Track] = field(default_factory=list)
 
     def at(self, part: float) -> float:
         """Returns the time of the rank at this quantile: 0.5 the median, 1 the last."""
@@ -105,43 +92,34 @@ class Prediction:
     """The predicted times of a case on a machine.
 
     phases: dispatch with a known layout ("dispatch"), and combine.
-    notify: the exchange of counts before a dispatch without a known layout; None in the low-latency mode, or if it
-        failed. It is not calibrated, because it has not been measured alone.
-    incidents: incidents of failed waits, as in an `EPError`.
-    first: reason and rank of the first failure; None: there is none.
-    ended_in: the phase of that failure. It and later phases have no times.
+    notify: the exchange of counts before a dispatch without a known layout; None in the low-latency mode. It is not
+        calibrated, because it has not been measured alone.
     """
 
     case: Case
     machine: Machine
     phases: dict[str, Phase]
     notify: Phase | None
-    incidents: list[dict[str, Any]]
-    first: tuple[str, int] | None
-    ended_in: str | None
 
 
-def predict(
-    case: Case, machine: Machine, *, trace_rank: int = -1, look: Look | None = None, choices: Any = None
-) -> Prediction:
+def predict(case: Case, machine: Machine, *, look: Look | None = None, choices: Any = None) -> Prediction:
     """Simulates a dispatch, in the normal mode after its notify, and its combine.
 
-    trace_rank: rank whose warps have tracks in the result; -1: none.
     look: called regularly with the phase and its progress, 0 to 1.
     choices: result of `Case.choices`; None: it is called.
 
-    Raises ValueError for settings that no buffer could have; KeyboardInterrupt for Ctrl-C.
+    Raises ValueError for settings that no buffer could have; RuntimeError if a wait expires; KeyboardInterrupt for
+    Ctrl-C.
     """
     if case.uses_network and not machine.has_card:
         nodes = case.topology.nodes
         raise ValueError(f"machine is {machine.name}, which has no network card, but the case has {nodes} nodes")
     ids: list[torch.Tensor] = case.choices() if choices is None else choices
     mode = (_simulate.LowLatency if case.is_low_latency else _simulate.Transfers)(
-        machine.compiled(), topk_idx=[each.data_ptr() for each in ids], settings=case.compiled_settings(trace_rank)
+        machine.compiled(), topk_idx=[each.data_ptr() for each in ids], settings=case.compiled_settings()
     )
     phases: dict[str, Phase] = {}
     notify = None
-    ended_in = None
     for name in ("dispatch", "combine") if case.is_low_latency else ("notify", "dispatch", "combine"):
 
         def tell(rows: int, expected: int, name: str = name) -> None:
@@ -149,9 +127,6 @@ def predict(
                 look(name, rows / expected if expected else 0)
 
         found = getattr(mode, name)(tell)
-        if mode.first_reason() is not None:
-            ended_in = name
-            break
         if name == "notify":
             notify = phase_of(found, 0, 0, is_calibrated=False)
             continue
@@ -161,8 +136,7 @@ def predict(
             else (mode.rail_rows, mode.peer_rows)
         )
         phases[name] = phase_of(found, *rows, is_calibrated=True)
-    incidents = [each for rank in range(case.simulated_ranks) for each in mode.incidents(rank)]
-    return Prediction(case, machine, phases, notify, incidents, mode.first_reason(), ended_in)
+    return Prediction(case, machine, phases, notify)
 
 
 def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
@@ -185,17 +159,6 @@ def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibr
         bytes_sent=found["bytes_sent"],
         row_bytes=found["row_bytes"],
         messages=found["messages"],
-        tracks=[
-            Track(
-                LOCAL_PASS if track["role"] == "launch" else track["role"],
-                track["channel"],
-                track["sm"],
-                track["begin"] / 1e3,
-                track["end"] / 1e3,
-                [(wait, begin / 1e3, end / 1e3) for wait, begin, end in track["waits"]],
-            )
-            for track in found["tracks"]
-        ],
     )
 
 
