@@ -134,9 +134,6 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
         raise ValueError(
             f"--out {out}: holds a run with checkpoints; --resume continues it, or choose another directory"
         )
-    board = loaded.logger.tensorboard_dir
-    if board is not None and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(f"logger.tensorboard_dir is {board}, which needs tensorboard: pip install tensorboard")
     text = loaded.dataset.path
     if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
         raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")

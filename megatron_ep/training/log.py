@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -66,7 +65,6 @@ class TrainLog:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._board = _board(recipe.logger.tensorboard_dir, first_step)
         total = recipe.train.train_iters
         self._task = self._progress.add_task("", total=total, completed=first_step)
         self._header(parameters, first_step)
@@ -79,8 +77,6 @@ class TrainLog:
         self._progress.stop()
         with contextlib.suppress(OSError):  # `write` has raised it already
             self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def write(self, row: Row, slowest: Callable[[], str]) -> None:
         """Writes a step to the file, the progress line and, every log_interval steps, the screen. slowest: returns a
@@ -94,8 +90,6 @@ class TrainLog:
             self._console.print(
                 f"step {row.step}/{self._recipe.train.train_iters}  {row.text}  lr {row.lr:.2e}{slowest()}"
             )
-            if self._board is not None:
-                self._to_board(self._board, row)
 
     def finish(self) -> None:
         """Prints the summary."""
@@ -106,19 +100,6 @@ class TrainLog:
             f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
             f"nats a token\n{speed:,.0f} tokens/s (median)\nwrote {self._out / 'loss.csv'}"
         )
-
-    def _to_board(self, board: Any, row: Row) -> None:
-        """Writes to TensorBoard with the names and at the steps of Megatron-LM's training_log."""
-        samples = row.step * self._recipe.train.global_batch_size
-        for name, value in {
-            "lm loss": row.loss,
-            "learning-rate": row.lr,
-            "batch-size": self._recipe.train.global_batch_size,
-            "grad-norm": row.grad_norm,
-        }.items():
-            board.add_scalar(name, value, row.step)
-            board.add_scalar(f"{name} vs samples", value, samples)
-        board.add_scalar("iteration-time", row.seconds, row.step)
 
     def _header(self, parameters: int, first_step: int) -> None:
         recipe, model, corpus = self._recipe, self._recipe.model, self._corpus
@@ -141,14 +122,6 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _board(directory: str | None, first_step: int) -> Any:
-    if directory is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(directory, purge_step=first_step + 1)
 
 
 def _read(path: Path) -> list[Row]:

@@ -255,10 +255,9 @@ class Checkpoint(Section):
 
 
 class Logger(Section):
-    """The log. log_interval: in steps; loss.csv has all steps. tensorboard_dir: gets the scalars of Megatron-LM."""
+    """The log. log_interval: in steps; loss.csv has all steps."""
 
     log_interval: Positive = 10
-    tensorboard_dir: str | None = None
 
 
 class Dispatcher(Section):

@@ -1,6 +1,5 @@
 """What a resumed run reads back."""
 
-import importlib.util
 import os
 import resource
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 import training_runs
 
-from megatron_ep.cli import main as cli
 from megatron_ep.training import checkpoint, loop, recipe
 from megatron_ep.training import log as train_log
 
@@ -62,31 +60,6 @@ def test_a_row_that_was_cut_short_is_left_out(tmp_path) -> None:
 
 class Corpus:
     name, documents, tokens, unigram_entropy = "text", 1, range(1000), 3.5
-
-
-def test_tensorboard_gets_megatrons_names(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = tmp_path / "board"
-    loaded = recipe.load(TINY, [f"logger.tensorboard_dir={board}", "logger.log_interval=2", "train.train_iters=6"])
-    for first, last in ((0, 6), (2, 4)):  # the second run goes on from a checkpoint: what came later is gone
-        with train_log.TrainLog(tmp_path, loaded, Corpus, 10, first) as log:
-            for step in range(first + 1, last + 1):
-                log.write(row(step, loss=5.0 - step / 10 - first), lambda: "")
-    events = EventAccumulator(str(board)).Reload()
-    names = {"lm loss", "lm loss vs samples", "learning-rate", "batch-size", "grad-norm", "iteration-time"}
-    assert names <= set(events.Tags()["scalars"])
-    assert [(event.step, round(event.value, 3)) for event in events.Scalars("lm loss")] == [(2, 4.8), (4, 2.6)]
-
-
-def test_tensorboard_that_is_not_there_is_an_error(tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else find(name, *a))
-    arguments = ["train", str(TINY), "--out", str(tmp_path / "out"), "--set", "logger.tensorboard_dir=board"]
-    assert cli.main(arguments) == 2
-    assert "logger.tensorboard_dir is board, which needs tensorboard: pip install" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_named(tmp_path):
