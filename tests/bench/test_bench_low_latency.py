@@ -1,6 +1,7 @@
 """`megatron-ep bench low-latency`: what its records say. The GPU and what runs there are stand-ins."""
 
 import contextlib
+import dataclasses
 import json
 import types
 
@@ -24,7 +25,7 @@ def test_ranks_that_share_a_gpu(monkeypatch, tmp_path, capsys):
         return ids, ids, ids
 
     def measure(case, cluster, x, ids, weights, num_rows, *_):
-        return [low_latency.Measured("dispatch", "eager", [1.0], num_rows)]
+        return [low_latency.Measured(str(case), "dispatch", "eager", [1.0], num_rows, dataclasses.asdict(case))]
 
     monkeypatch.setattr(ep, "LocalCluster", cluster)
     monkeypatch.setattr(low_latency, "_inputs", inputs)
@@ -42,10 +43,3 @@ def test_ranks_that_share_a_gpu(monkeypatch, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "8 ranks share 132 SMs: at most 16 of a rank" in text
     assert "8 on one GPU sms=16 T=4 " in text and "sms=24" not in text
-
-
-def test_bytes_of_ranks_with_a_gpu_each():
-    case = low_latency.Case(2, 1, False, 8, 128, 1, 7168, 8, 16)
-    of_ranks = [low_latency.Measured("pair", "eager", [seconds], size) for seconds, size in ((1.0, 100), (2.0, 300))]
-    record = low_latency._slowest(case, of_ranks)
-    assert (record["seconds"], record["bytes"]) == (2.0, 200)

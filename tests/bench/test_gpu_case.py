@@ -36,7 +36,7 @@ def test_how_likely_experts_are():
 
 def test_cases():
     arguments = gpus._parse(["--tokens", "1", "8192", "--routing", "uniform", "zipf", "--num-sms", "8", "24"])
-    assert (arguments.tokens, arguments.routing, arguments.kernels) == ([1, 8192], ["uniform", "zipf"], False)
+    assert (arguments.tokens, arguments.routing, arguments.graphs) == ([1, 8192], ["uniform", "zipf"], False)
     names = [str(case) for case in cases_of(arguments, 2, 4, 1, "zipf")]
     assert names == [f"2x4 sms={sms} slots=4+default T=1 H=7168 K=8 E=256 zipf" for sms in (8, 24)]
     assert gpus._parse([]).tokens == [4096]

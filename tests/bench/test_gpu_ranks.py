@@ -32,12 +32,12 @@ def check_device(device):
         raise ValueError("there is no GPU")
     return torch.device("cuda", 0)
 
-def measure_gpus(loads, warmup, iterations, kernels, graphs):
+def measure_gpus(loads, warmup, iterations, graphs):
     own = uuid(f"cuda:{own_gpu()}")
     return [gpus.Measured(str(case), own, "ours", [1.0], 1, {}) for cases in loads for case in cases]
 
 def measure_low_latency(cases, warmup, iterations):
-    return [[low_latency.Measured(uuid(f"cuda:{own_gpu()}"), "ours", [1.0], 1)] for _ in cases]
+    return [[low_latency.Measured(str(case), uuid(f"cuda:{own_gpu()}"), "ours", [1.0], 1, {})] for case in cases]
 
 with (
     mock.patch.object(torch.cuda, "device_count", lambda: len(seen)),

@@ -3,9 +3,7 @@
 import random
 import time
 
-import pytest
-
-from megatron_ep.tools.bench.timing import busy_of_rounds, host_timer, time_rounds
+from megatron_ep.tools.bench.timing import host_timer, time_rounds
 
 
 def test_everything_takes_its_turn_and_the_first_rounds_do_not_count():
@@ -51,13 +49,3 @@ def test_the_hosts_clock_runs_between_before_and_after(monkeypatch):
     freed.clear()
     assert timer()() == 5
     assert freed[-1] == 105, "what the step returned lives until the clock has stopped"
-
-
-def test_kernels_that_run_side_by_side_count_once():
-    rounds = [(0, 4), (2, 5), (7, 8)], [(100, 101), (101, 103), (100.5, 102)]
-    spans = [span for one in rounds for span in one]
-    assert busy_of_rounds(spans[::-1], 2) == [6, 3]
-    assert busy_of_rounds(spans, 1, 0.5) == [4.5]
-    for wrong in ([], spans[1:]):
-        with pytest.raises(RuntimeError, match="in 2 rounds, must be as many in each"):
-            busy_of_rounds(wrong, 2)

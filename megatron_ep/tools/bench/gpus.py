@@ -4,11 +4,10 @@ events; under torchrun or in a Slurm job step between those of the job, on any n
 The same run times baselines: NCCL's all-to-all with the copies of Megatron-Core's all-to-all dispatcher (rows into the
 order of ranks, then into that of experts, and back), and a copy to another GPU. The time of a round is that of its
 slowest rank; p50, p90 and p99 are over rounds. In addition to the GPU's time by events: "(api)", the host's time from
-the call until the GPU is done, with all ranks starting together; with --kernels "(kernels)", the time in which a kernel
-of the call runs, by torch's profiler; with --graphs "(graph)", the time in a CUDA graph of many calls, in which the GPU
-does not wait for the host: the time of few tokens (with many, combine there sums nothing in parallel with its
-exchange). "host_waits": the host waits for counts, equal to those of the last dispatch; "wrong_guess": half as many
-rows were expected.
+the call until the GPU is done, with all ranks starting together; with --graphs "(graph)", the time in a CUDA graph of
+many calls, in which the GPU does not wait for the host: the time of few tokens (with many, combine there sums nothing
+in parallel with its exchange). "host_waits": the host waits for counts, equal to those of the last dispatch;
+"wrong_guess": half as many rows were expected.
 T tokens per rank, H hidden, K choices per token, E experts. Bytes of a rank: its tokens, once for each destination
 rank, which is the minimum of an expert-parallel dispatch; "there and back": both ways. All-to-all sends a row per
 expert. Rows are bf16, except for "dispatch fp8": fp8 rows and their scales.
@@ -18,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.tools.arguments import positive, require_topk
 from megatron_ep.tools.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
-from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Record, Report, slowest
 from megatron_ep.tools.bench.timing import (
     GRAPH_CALLS,
     Step,
@@ -40,7 +38,6 @@ from megatron_ep.tools.bench.timing import (
     captured,
     cuda_timer,
     host_timer,
-    kernel_seconds,
     time_rounds,
 )
 from megatron_ep.tools.job_ranks import own_gpu
@@ -62,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             for tokens in arguments.tokens
             for routing in arguments.routing
         ]
-        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels, arguments.graphs)
+        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.graphs)
     by_case: dict[str, list[Record]] = {}
     for same in zip(*by_rank, strict=True):
         by_case.setdefault(same[0].case, []).append(slowest(same))
@@ -91,7 +88,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
     )
-    parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
     add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)
     arguments = parser.parse_args(argv)
@@ -122,31 +118,17 @@ class Tokens:
         self.ungrouped = self.grouped.argsort()
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The times of a rank."""
-
-    case: str
-    phase: str
-    implementation: str
-    seconds: list[float]  # seconds of each round
-    size: int  # bytes
-    settings: dict[str, Any]
-
-
-def measure(
-    loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False, graphs: bool = False
-) -> list[Measured]:
+def measure(loads: Sequence[Sequence[Case]], warmup: int, iterations: int, graphs: bool = False) -> list[Measured]:
     """Runs on every rank. loads: lists of cases with the same tokens. Raises AssertionError if the results of dispatch
     and all-to-all differ."""
     torch.cuda.set_device(own_gpu())
     nccl = dist.new_group(backend="nccl")
     with torch.no_grad():
-        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels, graphs)]
+        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, graphs)]
 
 
 def _measure(
-    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, kernels: bool, graphs: bool
+    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, graphs: bool
 ) -> list[Measured]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokens = Tokens(cases[0], rank, world_size)
@@ -160,8 +142,6 @@ def _measure(
                 "": partial(_seconds_of, cuda_timer(step)),
                 " (api)": partial(_seconds_of, host_timer(step, before=_meet, after=torch.cuda.synchronize)),
             }
-            if kernels:
-                ways[" (kernels)"] = partial(kernel_seconds, step, when_warm=_meet)
             if graphs and implementation in IN_GRAPHS:
                 ways[" (graph)"] = partial(_seconds_in_graph, step)
             for way, seconds_of in ways.items():
@@ -264,11 +244,3 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         ("there and back", "ours_with_counts"): there_and_back,
         ("there and back, flat", "ours_with_counts"): there_and_back_flat,
     }
-
-
-def slowest(same: Sequence[Measured]) -> Record:
-    """Returns the record of a phase that every rank timed: the slowest rank of each round, and the mean bytes."""
-    first = same[0]
-    seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
-    size = fmean(measured.size for measured in same)
-    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)

@@ -24,7 +24,7 @@ from megatron_ep.meeting import job
 from megatron_ep.tools.arguments import add_rounds, add_sizes, positive, require_topk
 from megatron_ep.tools.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
-from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Report, slowest
 from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, time_rounds
 from megatron_ep.tools.job_ranks import own_gpu
 
@@ -49,16 +49,6 @@ class Case:
         return f"{self.world_size} {where} sms={self.num_sms} {sizes}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The times of a rank."""
-
-    phase: str
-    implementation: str
-    seconds: list[float]  # seconds of each round
-    size: float  # bytes of a rank
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
@@ -81,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         cases = cases_of(arguments, world_size, max_sms=sms // world_size)
         by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
     for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        records = [_slowest(case, same) for same in zip(*of_ranks, strict=True)]
+        records = [slowest(same) for same in zip(*of_ranks, strict=True)]
         report.add(f"{case}: the slowest rank", records, WHAT | PERCENTILES | RATE)
     return 0
 
@@ -170,7 +160,7 @@ def _measure(
         }
         for name, timer in timers.items():
             [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
-            measured.append(Measured(phase, name, seconds, moved))
+            measured.append(Measured(str(case), phase, name, seconds, moved, asdict(case)))
         meet()
         buffer.synchronize()
         meet()
@@ -226,10 +216,3 @@ def _phases(
         "pair fp8 at expert": (pair(weighted_fp8, at_expert, rows), size + fp8_size),
         "pair fp8, hooks": (hooks(dispatch_fp8, at_token, rows), size + fp8_size),
     }
-
-
-def _slowest(case: Case, same: Sequence[Measured]) -> Record:
-    seconds = [max(of_round) for of_round in zip(*(rank.seconds for rank in same), strict=True)]
-    first = same[0]
-    size = fmean(rank.size for rank in same)
-    return make_record(case, first.phase, first.implementation, seconds, size, **asdict(case))

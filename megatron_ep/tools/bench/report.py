@@ -10,8 +10,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -49,6 +50,26 @@ def make_record(
         "gigabytes_per_second": size / median(ordered) / 1e9,
         **more,
     }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The times of a phase on one rank of a benchmark on GPUs: of each round in seconds, and the bytes of a round."""
+
+    case: str
+    phase: str
+    implementation: str
+    seconds: list[float]
+    size: float
+    settings: dict[str, Any]
+
+
+def slowest(same: Sequence[Measured]) -> Record:
+    """Returns the record of a phase that every rank timed: the slowest rank of each round, and the mean bytes."""
+    first = same[0]
+    seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
+    size = fmean(measured.size for measured in same)
+    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
 
 
 def _percentile(ordered: Sequence[float], fraction: float) -> float:

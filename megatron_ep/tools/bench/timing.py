@@ -7,7 +7,7 @@ after all rounds, so that the rounds of a GPU have no gaps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, TypeVar
 
@@ -67,37 +67,6 @@ def captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
             step()
     meet()
     return graph
-
-
-def kernel_seconds(step: Step, warmup: int, iterations: int, when_warm: Step = lambda: None) -> list[float]:
-    """Returns the seconds [iterations] in which a kernel or copy of the step was running, by torch's profiler.
-
-    Raises RuntimeError if the profiler does not see the same number of them in every round, or none.
-    """
-    for _ in range(warmup):
-        step()
-    when_warm()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(iterations):
-            step()
-        torch.cuda.synchronize()
-    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return busy_of_rounds([(event.time_range.start, event.time_range.end) for event in on_gpu], iterations, 1e-6)
-
-
-def busy_of_rounds(spans: Sequence[tuple[float, float]], rounds: int, unit: float = 1.0) -> list[float]:
-    """Returns the time that the spans of each round cover, for consecutive rounds with equally many spans."""
-    count, rest = divmod(len(spans), rounds)
-    if not count or rest:
-        raise RuntimeError(f"the profiler saw {len(spans)} kernels in {rounds} rounds, must be as many in each")
-    ordered, busy = sorted(spans), []
-    for first in range(0, len(ordered), count):
-        covered, end = 0.0, ordered[first][0]
-        for start, stop in ordered[first : first + count]:
-            covered += max(0.0, stop - max(start, end))
-            end = max(end, stop)
-        busy.append(covered * unit)
-    return busy
 
 
 def time_rounds(
