@@ -1,7 +1,6 @@
 """Compares this dispatcher with Megatron's all-to-all dispatcher on the same tokens, forward and backward.
 
-These functions run on every rank of a gloo world (see `megatron_ep.tools.local_ranks`); `check` and the tests compare
-their results. T tokens on this rank, H hidden, E experts, L local experts, R rows received.
+These functions run on every rank of a gloo world (see `megatron_ep.tools.local_ranks`).
 """
 
 from __future__ import annotations
@@ -142,44 +141,6 @@ def make_dispatcher(implementation: str, config: TransformerConfig) -> MoETokenD
     num_local = config.num_moe_experts // groups.ep.size()
     local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
     return DISPATCHERS[implementation](num_local, local_experts, config=config, pg_collection=groups)
-
-
-def run_dispatcher(
-    dispatcher: MoETokenDispatcher,
-    x: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor,
-    grad: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Runs the six steps of a dispatcher, with experts that depend on their id and TP rank, and the backward pass.
-
-    Args:
-        x: [T, H].
-        routing_map: bool [T, E].
-        probs: [T, E].
-        grad: [T, H], the gradient of the output.
-
-    Returns:
-        output [T, H], x_grad [T, H], probs_grad [T, E], rows [R, H], counts int64 [L], row_probs [R].
-    """
-    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-    sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map.clone(), probs)  # Megatron's pads it in place
-    rows, row_probs = dispatcher.token_dispatch(sent, sent_probs)
-    rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    expert = torch.tensor(dispatcher.local_expert_indices, device="cpu").repeat_interleave(counts)
-    frequency = 1 + expert + dispatcher.config.num_moe_experts * dispatcher.tp_rank
-    expert_output = torch.sin(rows * frequency.unsqueeze(1)) * row_probs.unsqueeze(1)
-    output = dispatcher.combine_preprocess(expert_output.to(rows.dtype))
-    output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
-    output.backward(grad)
-    return {
-        "output": output.detach(),
-        "x_grad": x.grad,
-        "probs_grad": probs.grad,
-        "rows": rows.detach(),
-        "counts": counts,
-        "row_probs": row_probs.detach(),
-    }
 
 
 def _relative_difference(expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "exec/host/threads.h"
 #include "low_latency_programs.h"
+#include "thread_executor.h"
 
 namespace ep {
 

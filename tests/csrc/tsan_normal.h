@@ -2,8 +2,8 @@
 
 #include <cstdlib>
 
-#include "exec/host/threads.h"
 #include "normal_programs.h"
+#include "thread_executor.h"
 
 namespace ep {
 

@@ -14,12 +14,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from dispatcher_steps import run_dispatcher
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
 import megatron_ep as ep
 from megatron_ep.megatron import shared_buffers, step_state
-from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
+from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 

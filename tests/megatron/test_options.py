@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from configured import configured
 from counted_experts import CountedExperts, make_layer
+from dispatcher_steps import run_dispatcher
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options, shared_buffers
 from megatron_ep.megatron.dispatcher import counts_on_device
-from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
+from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 from megatron_ep.normal import row_limit
