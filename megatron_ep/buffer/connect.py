@@ -30,17 +30,17 @@ LOW_LATENCY: dict[str, Callable[..., LowLatencyConnection]] = {
 
 
 def connect(
-    rank: GpuRank, topology: Topology, heap: _C.Heap, fabric: choice.Choice, gpus: list[str | None]
+    rank: GpuRank, topology: Topology, heap: _C.Heap, fabric: choice.Choice
 ) -> tuple[Connection, choice.Choice]:
-    """Connects this process's rank with the others. gpus: UUID of each rank's GPU. Returns the connection, and the
-    fabric with the reason for it and a description."""
+    """Connects this process's rank with the others. Returns the connection, and the fabric with the reason for it and a
+    description."""
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
     first = rank.rank // size * size
     mapped = range(first, first + size)
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            atomics.check(rank.rank, gpus, mapped)
+            atomics.check(rank.rank, rank.gpus, mapped)
             stack.enter_context(torch.cuda.device(rank.device))
             gpu.prepare_to_allocate()
 

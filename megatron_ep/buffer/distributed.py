@@ -72,8 +72,7 @@ class DistributedRankGroup(RankGroup):
             sms = gpu.num_sms(config, self.device, 1, sizes.default_sms(self.topology))
             self.heap = sizes.gpu_heap(self.topology, config, sms)
             fabric = fabric or choice.choose(machines(infos), [info.fabric for info in infos], self._rendezvous.gather)
-            gpus = [info.gpu for info in infos]
-            connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric, gpus)
+            connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
             backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
             self._network = connection.network
             backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
@@ -328,6 +327,7 @@ class DistributedRankGroup(RankGroup):
             config=self.config,
             machines=machines(self._infos),
             pids=[info.pid for info in self._infos],
+            gpus=[info.gpu for info in self._infos],
             pcis=[info.pci for info in self._infos],
             device=self.device,
             blocks=blocks,

@@ -25,7 +25,8 @@ class GpuRank:
     """The rank of this process, and what a fabric needs to know about all ranks.
 
     machines: machine of each rank, as shown to users.
-    pids, pcis: process of each rank, and the PCI address of its GPU.
+    pids: process of each rank.
+    gpus, pcis: UUID and PCI address of each rank's GPU.
     device: GPU of this rank.
     blocks: thread blocks of each launch on it, one per SM.
     """
@@ -34,6 +35,7 @@ class GpuRank:
     config: Config
     machines: Sequence[str]
     pids: Sequence[int]
+    gpus: Sequence[str | None]
     pcis: Sequence[str | None]
     device: torch.device
     blocks: int

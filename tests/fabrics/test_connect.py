@@ -56,7 +56,7 @@ def connected(
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
         fabric = choice.choose(rank.machines, [info.fabric for info in infos], rendezvous.gather)
-        connection, fabric = connect.connect(rank, topology, heap, fabric, [info.gpu for info in infos])
+        connection, fabric = connect.connect(rank, topology, heap, fabric)
         backend = cuda.CudaBackend(connection, heap, DEVICE, 24)
     backend.fabric = fabric
     return backend
@@ -64,7 +64,8 @@ def connected(
 
 def gpu_rank(rendezvous: StoreRendezvous, infos: list[RankInfo], blocks: int) -> GpuRank:
     pids, pcis = [info.pid for info in infos], [info.pci for info in infos]
-    return GpuRank(rendezvous, ep.Config(num_experts=8), machines(infos), pids, pcis, DEVICE, blocks)
+    gpus = [info.gpu for info in infos]
+    return GpuRank(rendezvous, ep.Config(num_experts=8), machines(infos), pids, gpus, pcis, DEVICE, blocks)
 
 
 @contextlib.contextmanager
