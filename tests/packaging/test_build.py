@@ -58,6 +58,7 @@ def tree(tmp_path: Path) -> Path:
         "csrc/tools/simulate/module.cpp": MODULE.replace('"_C"', '"_simulate"').replace(
             "PyInit__C", "PyInit__simulate"
         ),
+        "csrc/tools/simulate/clock.cpp": "int clock_of_warps() { return 4; }\n",
         "csrc/fabric/fabric.cpp": FABRIC,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def test_extension_links_neither_torch_nor_a_driver() -> None:
 def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     status, output = build(tree)
     assert status == 0, output
-    assert compiled(output) == MODULES | {BINDINGS, "fabric/fabric.cpp"}
+    assert compiled(output) == MODULES | {BINDINGS, "fabric/fabric.cpp", "tools/simulate/clock.cpp"}
     assert "host backend only" in output
     assert "no work to do" in build(tree)[1]
 
