@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "bindings/address.h"
@@ -59,19 +58,18 @@ void bind_software_nic(py::module_& m) {
                             "Carries what a rank sends to other nodes, in a thread: over TCP, "
                             "or by a network card.")
         .def(py::init([](int rank, const std::vector<Segment*>& segments,
-                         const SoftwareNic::Cards& cards, std::optional<uint64_t> seed) {
+                         const SoftwareNic::Cards& cards) {
                  std::vector<ControlBlock*> controls;
                  for (const Segment* segment : segments)
                      controls.push_back(reinterpret_cast<ControlBlock*>(segment->data()));
-                 return std::make_unique<SoftwareNic>(rank, std::move(controls), cards, seed);
+                 return std::make_unique<SoftwareNic>(rank, std::move(controls), cards);
              }),
              py::kw_only(), py::arg("rank"), py::arg("segments"),
-             py::arg("cards") = SoftwareNic::Cards(), py::arg("seed") = py::none(),
-             py::keep_alive<1, 3>())
+             py::arg("cards") = SoftwareNic::Cards(), py::keep_alive<1, 3>())
         .def("start", &SoftwareNic::start, py::arg("sockets"),
              py::arg("pairs") = SoftwareNic::QueuePairs(), py::arg("limit") = 10.0,
-             "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
-             "a card; none where memory is mapped.")
+             "Takes connected sockets by rank, -1 where memory is mapped, and with a card a "
+             "connected queue pair for each.")
         .def(
             "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
             py::arg("rank"),

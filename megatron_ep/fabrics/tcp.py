@@ -148,12 +148,8 @@ class Network:
 
             connections = rendezvous.agree(join, seconds=limit)  # connects all queue pairs before any rank sends
             self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
-            sockets: list[list[int]] = [[] for _ in told]
-            beside: list[list[_C.QueuePair]] = [[] for _ in told]
-            for rank, connection in connections.items():
-                sockets[rank].append(connection.detach())
-                beside[rank] += [pairs[rank]] if pairs else []
-            self.nic.start(sockets, beside, SILENCE_S)
+            sockets = [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
+            self.nic.start(sockets, [pairs.get(rank) for rank in range(len(told))], SILENCE_S)
         rendezvous.barrier()  # no connection ends before all ranks have started
 
     def connect_part(self, rendezvous: StoreRendezvous) -> None:

@@ -68,8 +68,8 @@ void test_a_gpu_posts(const std::string& file) {
             join(a, b);
             // rings, records and completions of 16 queue pairs a rank, and a bell each
             EXPECT(fake_cuda.registered.size() == 2 * 16 * 4 && registers() == 2 * 16);
-            a.nic.start({{}, {wire.end(0)}});
-            b.nic.start({{wire.end(1)}, {}});
+            a.nic.start({-1, wire.end(0)});
+            b.nic.start({wire.end(1), -1});
             for (int channel = 0; channel <= kHeap.channels; ++channel) {
                 const auto queue = a.params().queues.puts(channel, 1);
                 EXPECT(queue.card && !queue.sleeper);

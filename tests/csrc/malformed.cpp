@@ -390,13 +390,12 @@ void run_frames(Random& random, int frames) {
     const auto port = nic.open({heap.data(), nullptr}, kHeap, 1);
     int sockets[2];
     require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    std::vector<SoftwareNic::Links> links(2);
-    links[1].push_back(std::make_unique<TcpLink>(sockets[0]));
+    SoftwareNic::Links links(2);
+    links[1] = std::make_unique<TcpLink>(sockets[0]);
     nic.start_stepped(std::move(links));
     std::vector<char> body(70 << 10);
     for (int i = 0; i < frames; ++i) {
         Frame frame{static_cast<uint8_t>(random.pick(1, 4))};
-        frame.queue = static_cast<uint16_t>(random.pick(0, 3));
         frame.increment =
             ControlBlock::abort_word(static_cast<Outcome>(random.pick(0, 12)), random.pick(0, 2));
         if (frame.kind == Frame::kWrite) frame.bytes = random.pick(0, 64);

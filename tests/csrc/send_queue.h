@@ -65,16 +65,13 @@ struct TestRank {
     std::shared_ptr<SoftwareNic::Port> port;
     bool is_direct;
 
-    // unordered: a seed of a network that keeps no order.
     explicit TestRank(int rank, const std::shared_ptr<verbs::Card>& card = nullptr,
-                      std::optional<uint64_t> unordered = std::nullopt,
                       const SoftwareNic::Cards& more = {})
         : is_direct(card && card->is_direct()) {
         SoftwareNic::Cards cards = more;
         if (card) cards.insert(cards.begin(), card);
-        nic = std::make_unique<SoftwareNic>(rank,
-                                            std::vector<ControlBlock*>{&controls[0], &controls[1]},
-                                            std::move(cards), unordered);
+        nic = std::make_unique<SoftwareNic>(
+            rank, std::vector<ControlBlock*>{&controls[0], &controls[1]}, std::move(cards));
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
         port = nic->open(heaps, kHeapBytes, kChannels);
@@ -117,12 +114,12 @@ inline void wait_until_told(SpinningWarp& warp, TestRank& rank) {
     require(word() == ControlBlock::abort_word(Outcome::Lost, 1), "it is told something else");
 }
 
-// What no rank sends ends the connection. pairs: those of a rank that has a card.
-using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
-inline void require_refused(TestRank& rank, const Frame& frame, const QueuePairs& pairs = {}) {
+// What no rank sends ends the connection. pair: of a rank that has a card.
+using QueuePairOf = std::shared_ptr<verbs::QueuePair>;
+inline void require_refused(TestRank& rank, const Frame& frame, const QueuePairOf& pair = {}) {
     int sockets[2];
     require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    rank.nic->start({{}, {sockets[0]}}, {{}, pairs});
+    rank.nic->start({-1, sockets[0]}, {nullptr, pair});
     require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
     SpinningWarp warp;
     wait_until_lost(warp, rank, "garbage was taken");
@@ -200,14 +197,11 @@ struct Cards {
 };
 
 // So many pairs of queue pairs that are connected: those of a, and those of b.
-inline std::array<QueuePairs, 2> connected_pairs(const Cards& cards, int count) {
-    std::array<QueuePairs, 2> pairs;
-    for (int i = 0; i < count && cards.a && !cards.a->is_direct(); ++i) {
-        pairs[0].push_back(std::make_shared<verbs::QueuePair>(cards.a));
-        pairs[1].push_back(std::make_shared<verbs::QueuePair>(cards.b));
-        for (const int side : {0, 1})
-            pairs[side].back()->connect(pairs[1 - side].back()->address());
-    }
+inline std::array<QueuePairOf, 2> connected_pairs(const Cards& cards) {
+    if (!cards.a || cards.a->is_direct()) return {};
+    std::array<QueuePairOf, 2> pairs{std::make_shared<verbs::QueuePair>(cards.a),
+                                     std::make_shared<verbs::QueuePair>(cards.b)};
+    for (const int side : {0, 1}) pairs[side]->connect(pairs[1 - side]->address());
     return pairs;
 }
 
@@ -221,24 +215,17 @@ inline void join(TestRank& a, TestRank& b) {
 }
 
 // `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
-// each that was read, over so many connections. Producer: the warp that puts.
+// each that was read. Producer: the warp that puts.
 template <class Producer = SpinningWarp>
-void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, int stripes = 1,
-                const Cards& cards = {}, std::optional<uint64_t> unordered = std::nullopt) {
-    auto a = std::make_unique<TestRank>(0, cards.a, unordered);
-    auto b = std::make_unique<TestRank>(1, cards.b, unordered);
-    std::vector<std::unique_ptr<Wire>> wires;
-    std::vector<int> ends_of_a, ends_of_b;
-    for (int stripe = 0; stripe < stripes; ++stripe) {
-        wires.push_back(std::make_unique<Wire>(
-            seed ? std::optional(*seed + 1'000'000 * static_cast<uint64_t>(stripe)) : seed));
-        ends_of_a.push_back(wires.back()->end(0));
-        ends_of_b.push_back(wires.back()->end(1));
-    }
-    const auto pairs = connected_pairs(cards, stripes);
+void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
+                const Cards& cards = {}) {
+    auto a = std::make_unique<TestRank>(0, cards.a);
+    auto b = std::make_unique<TestRank>(1, cards.b);
+    const Wire wire(seed);
+    const auto pairs = connected_pairs(cards);
     join(*a, *b);
-    a->nic->start({{}, ends_of_a}, {{}, pairs[0]});
-    b->nic->start({ends_of_b, {}}, {pairs[1], {}});
+    a->nic->start({-1, wire.end(0)}, {nullptr, pairs[0]});
+    b->nic->start({wire.end(1), -1}, {pairs[1], nullptr});
     constexpr uint64_t kAhead = 4;
     constexpr size_t kMaxBytes = 100'000;
     const auto bytes_of = [&](uint64_t round) {

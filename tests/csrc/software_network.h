@@ -13,7 +13,6 @@
 
 #include "exec/host/fibers.h"
 #include "fabric/queue/host_queues.h"
-#include "fabric/queue/unordered_link.h"
 
 namespace ep {
 
@@ -94,8 +93,7 @@ class WireLink : public Link {
 };
 
 // Between the nodes of one process send queues, and for each rank a software network card whose
-// thread is the scheduler. The seed says how deep queues are, how many connections two ranks have,
-// and whether these keep order.
+// thread is the scheduler. The seed says how deep queues are.
 class SoftwareNetwork : public Network {
   public:
     // Ranks hear of failures of other nodes through these alone. cut_at: after so many steps a
@@ -106,8 +104,6 @@ class SoftwareNetwork : public Network {
                     bool tolerates_loss = false)
         : random_(seed), topology_(heap.topology), cut_at_(cut_at), mirrors_(heaps.size()) {
         const uint32_t depth = 2 << random_() % 3;
-        stripes_ = 1 + static_cast<int>(random_() % 3);
-        keeps_order_ = random_() % 2;
         for (RankState& state : states) {
             std::vector<char*> near(heaps.size(), nullptr);
             mirrors_[state.rank].resize(heaps.size());
@@ -117,8 +113,8 @@ class SoftwareNetwork : public Network {
                 else
                     state.everyone[other] = &mirrors_[state.rank][other];
             }
-            nics_.push_back(std::make_unique<SoftwareNic>(
-                state.rank, state.everyone, SoftwareNic::Cards(), std::nullopt, depth));
+            nics_.push_back(std::make_unique<SoftwareNic>(state.rank, state.everyone,
+                                                          SoftwareNic::Cards(), depth));
             if (tolerates_loss) nics_.back()->tolerate_loss();
             queues_.push_back(
                 std::make_unique<HostQueues>(*nics_.back(), heap, state.rank, near, 1));
@@ -126,25 +122,23 @@ class SoftwareNetwork : public Network {
         clear();
     }
     ~SoftwareNetwork() override {
-        for (const auto& nic : nics_) nic->start_stepped(std::vector<SoftwareNic::Links>(world()));
+        for (const auto& nic : nics_) nic->start_stepped(SoftwareNic::Links(world()));
     }
 
     QueueFabric fabric_of(int rank) const { return {queues_[rank]->params(), rank}; }
 
     // New connections: what was under way, or posted, is lost.
     void clear() {
-        std::vector<std::vector<SoftwareNic::Links>> links(world());
+        std::vector<SoftwareNic::Links> links(world());
         for (auto& own : links) own.resize(world());
         connections_.clear();
         for (size_t one = 0; one < world(); ++one) {
             for (size_t other = 0; other < one; ++other) {
-                for (int i = 0; i < stripes_ && !is_near(one, other); ++i) {
-                    const auto wire = std::make_shared<Wire>();
-                    links[one][other].push_back(make_link(wire, 0));
-                    links[other][one].push_back(make_link(wire, 1));
-                    connections_.push_back(
-                        {wire, {links[one][other].back().get(), links[other][one].back().get()}});
-                }
+                if (is_near(one, other)) continue;
+                const auto wire = std::make_shared<Wire>();
+                links[one][other] = std::make_unique<WireLink>(wire, 0, random_());
+                links[other][one] = std::make_unique<WireLink>(wire, 1, random_());
+                connections_.push_back({wire, {links[one][other].get(), links[other][one].get()}});
             }
         }
         for (size_t rank = 0; rank < world(); ++rank)
@@ -178,16 +172,9 @@ class SoftwareNetwork : public Network {
         return topology_.node_of(static_cast<int>(one)) ==
                topology_.node_of(static_cast<int>(other));
     }
-    std::unique_ptr<Link> make_link(const std::shared_ptr<Wire>& wire, int side) {
-        std::unique_ptr<Link> link = std::make_unique<WireLink>(wire, side, random_());
-        if (!keeps_order_) link = std::make_unique<UnorderedLink>(std::move(link), random_());
-        return link;
-    }
 
     std::mt19937_64 random_;
     Topology topology_;
-    int stripes_;
-    bool keeps_order_;
     uint64_t cut_at_, steps_ = 0;
     std::vector<std::vector<ControlBlock>> mirrors_;  // [rank][of rank]
     std::vector<std::unique_ptr<SoftwareNic>> nics_;

@@ -13,7 +13,6 @@ int main() {
     const ep::verbs::Port port = ep::verbs::find_ports(*library).at(0);
     const auto card = [&] { return std::make_shared<ep::verbs::Card>(library, port); };
     const auto direct = [&] { return std::make_shared<ep::verbs::Card>(library, port, mlx5); };
-    ep::run_rounds(150, std::nullopt, 1, {card(), card()});
-    ep::run_rounds(150, std::nullopt, 4, {card(), card()});
-    ep::run_rounds(150, std::nullopt, 1, {direct(), direct()});
+    ep::run_rounds(300, std::nullopt, {card(), card()});
+    ep::run_rounds(150, std::nullopt, {direct(), direct()});
 }

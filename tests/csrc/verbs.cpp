@@ -129,25 +129,24 @@ bool overtakes(Fake& fake, uint64_t seed, bool is_strict) {
     const auto setting = fake.with("seed", static_cast<long long>(seed), 0);
     std::vector<uint64_t> here(kPuts, 1), there(kPuts + 1);
     const Cards cards = fake.cards();
-    const auto pairs = connected_pairs(cards, 1);
+    const auto pairs = connected_pairs(cards);
     const verbs::Region source(cards.a, reinterpret_cast<char*>(here.data()),
                                here.size() * sizeof(uint64_t));
     const verbs::Region target(cards.b, reinterpret_cast<char*>(there.data()),
                                there.size() * sizeof(uint64_t));
     for (uint64_t i = 0; i < kPuts; ++i) {
-        pairs[0][0]->write({target.data(), 8 * i}, source, reinterpret_cast<const char*>(&here[i]),
-                           8);
+        pairs[0]->write({target.data(), 8 * i}, source, reinterpret_cast<const char*>(&here[i]), 8);
     }
     if (is_strict)
-        pairs[0][0]->add({target.flags(), 8 * kPuts}, 1);
+        pairs[0]->add({target.flags(), 8 * kPuts}, 1);
     else
-        pairs[0][0]->write({target.data(), 8 * kPuts}, source,
-                           reinterpret_cast<const char*>(here.data()), 8);
+        pairs[0]->write({target.data(), 8 * kPuts}, source,
+                        reinterpret_cast<const char*>(here.data()), 8);
     const std::atomic_ref<uint64_t> flag(there[kPuts]);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (!flag.load(std::memory_order_acquire)) {
         int done = 0;
-        const std::string fault = pairs[0][0]->poll([&] { ++done; });
+        const std::string fault = pairs[0]->poll([&] { ++done; });
         require(fault.empty(), fault);
         require(std::chrono::steady_clock::now() < deadline, "no flag came");
         std::this_thread::yield();
@@ -176,10 +175,10 @@ struct TwoRanks {
   private:
     explicit TwoRanks(const Cards& cards) : a(0, cards.a), b(1, cards.b) {
         const Wire wire(std::nullopt);
-        const auto pairs = connected_pairs(cards, 1);
+        const auto pairs = connected_pairs(cards);
         join(a, b);
-        a.nic->start({{}, {wire.end(0)}}, {{}, pairs[0]});
-        b.nic->start({{wire.end(1)}, {}}, {pairs[1], {}});
+        a.nic->start({-1, wire.end(0)}, {nullptr, pairs[0]});
+        b.nic->start({wire.end(1), -1}, {pairs[1], nullptr});
     }
 };
 
@@ -245,7 +244,7 @@ void check_short_break(Fake& fake) {
             std::this_thread::sleep_for(std::chrono::milliseconds(50));
         }
     });
-    run_rounds(3'000, std::nullopt, fake.mlx5 ? 1 : 2, fake.cards());
+    run_rounds(3'000, std::nullopt, fake.cards());
 }
 
 std::shared_ptr<SoftwareNic::Port> open_part(TestRank& rank, int number,
@@ -305,7 +304,7 @@ void check_unconfirmed(Fake& fake) {
     const Cards cards = fake.cards();
     TestRank a(0, cards.a);
     const Wire wire(std::nullopt);
-    a.nic->start({{}, {wire.end(0)}}, {{}, connected_pairs(cards, 1)[0]});
+    a.nic->start({-1, wire.end(0)}, {nullptr, connected_pairs(cards)[0]});
     a.nic->close(a.port);
     SpinningWarp warp;
     wait_until_lost(warp, a, "who confirms nothing is not lost");
@@ -317,11 +316,11 @@ void check_unconfirmed(Fake& fake) {
 // What is for a region that the other side has closed is told of in its turn, too.
 void check_closed_region(Fake& fake) {
     const Cards cards = fake.cards();
-    const auto pairs = connected_pairs(cards, 1);
+    const auto pairs = connected_pairs(cards);
     std::array<uint64_t, 8> of_a{}, of_b{};
     const verbs::Region there(cards.b, reinterpret_cast<char*>(of_b.data()), sizeof of_b);
     const Wire wire(std::nullopt);
-    VerbsLink link(std::make_unique<TcpLink>(wire.end(0)), pairs[0][0]);
+    VerbsLink link(std::make_unique<TcpLink>(wire.end(0)), pairs[0]);
     TcpLink other(wire.end(1));
     link.open(0, std::make_shared<verbs::Region>(cards.a, reinterpret_cast<char*>(of_a.data()),
                                                  sizeof of_a));
@@ -330,12 +329,11 @@ void check_closed_region(Fake& fake) {
         other.send();
         link.receive([](const Frame&) { return nullptr; }, [](const Frame&) {});
     };
-    hear({Frame::kKeys, 0, 0, 0, there.data(), there.flags()});
+    hear({Frame::kKeys, 0, 0, there.data(), there.flags()});
     std::vector<int> told;
     const auto add = [&](int number) {
         require(link.has_room_for(0), "no room");
-        link.add({Frame::kAdd, 0, 0, 0, 0, 1}, nullptr,
-                 [&told, number] { told.push_back(number); });
+        link.add({Frame::kAdd, 0, 0, 0, 1}, nullptr, [&told, number] { told.push_back(number); });
     };
     {
         const auto silent = fake.with("silent_after", 0, -1);
@@ -358,12 +356,11 @@ void check_closed_region(Fake& fake) {
 
 // What a card carries must not come over TCP.
 void check_garbage(Fake& fake) {
-    for (const Frame& frame :
-         {Frame{Frame::kWrite, 0, 0, 8, 0, 0}, Frame{Frame::kAdd, 0, 0, 0, 0, 1},
-          Frame{Frame::kKeys, 0, 0, 8, 0, 0}, Frame{99, 0, 0, 0, 0, 0}}) {
+    for (const Frame& frame : {Frame{Frame::kWrite, 0, 8, 0, 0}, Frame{Frame::kAdd, 0, 0, 0, 1},
+                               Frame{Frame::kKeys, 0, 8, 0, 0}, Frame{99, 0, 0, 0, 0}}) {
         const Cards cards = fake.cards();
         TestRank rank(0, cards.a);
-        require_refused(rank, frame, connected_pairs(cards, 1)[0]);
+        require_refused(rank, frame, connected_pairs(cards)[0]);
     }
 }
 
@@ -465,12 +462,12 @@ void check_end(Fake& fake) {
 void check_several_cards(Fake& fake) {
     const auto three = fake.with("devices", 3, 1);
     const auto other_keys = fake.with("seed", 5, 0);
-    TestRank a(0, fake.card(0), std::nullopt, {fake.card(1), fake.card(2)});
-    TestRank b(1, fake.card(0), std::nullopt, {fake.card(1)});
+    TestRank a(0, fake.card(0), {fake.card(1), fake.card(2)});
+    TestRank b(1, fake.card(0), {fake.card(1)});
     const Wire wire(std::nullopt);
     join(a, b);
-    a.nic->start({{}, {wire.end(0)}});
-    b.nic->start({{wire.end(1)}, {}});
+    a.nic->start({-1, wire.end(0)});
+    b.nic->start({wire.end(1), -1});
     SpinningWarp warp;
     for (int channel = 0; channel <= kChannels; ++channel) {
         const auto flag = 8 * static_cast<size_t>(channel);
@@ -508,8 +505,8 @@ void check_restart(Fake& fake) {
     for (uint64_t round = 1; round <= 3; ++round) {
         const Wire wire(std::nullopt);
         join(a, b);
-        a.nic->start({{}, {wire.end(0)}});
-        b.nic->start({{wire.end(1)}, {}});
+        a.nic->start({-1, wire.end(0)});
+        b.nic->start({wire.end(1), -1});
         const auto queue = a.port->queues().puts(0, 1);
         require(queue.post_add(warp, 1, 0, 1), "no room");
         require(
@@ -632,11 +629,10 @@ int main(int argc, char** argv) {
     ep::check_fork(fake);
     // with a card's own queue 70,000 entries, whose numbers have 16 bits
     const int share = is_all ? 10 : 1;  // of ten
-    ep::run_rounds((is_direct ? 3'500 : 2'000) * share, std::nullopt, 1, fake.cards());
+    ep::run_rounds((is_direct ? 3'500 : 2'000) * share, std::nullopt, fake.cards());
     for (uint64_t seed = 1; seed <= 20u * share; ++seed) {
         const auto late = fake.with("seed", static_cast<long long>(seed), 0);
-        const int stripes = is_direct ? 1 : 1 + static_cast<int>(seed % 4);
-        ep::run_rounds(20, seed, stripes, fake.cards());
+        ep::run_rounds(20, seed, fake.cards());
     }
     std::puts("cards keep what they promise");
 }

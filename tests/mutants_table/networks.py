@@ -6,7 +6,6 @@ QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
 DIRECT_PAIR, CARD_LINK = "fabric/verbs/direct_pair.cpp", "fabric/queue/card_link.cpp"
 SOFTWARE_NIC, NIC_PORTS = "fabric/queue/software_nic.cpp", "fabric/queue/software_nic_ports.cpp"
-HELD = "fabric/queue/held_additions.h"
 DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 NCCL_COUNT = "params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;"
@@ -319,8 +318,7 @@ MUTANTS = [
         changed(
             name,
             SOFTWARE_NIC,
-            """link->add({Frame::kWrite, region, same, static_cast<uint32_t>(piece),
-                   address + taken.offset, 0, taken.batch},
+            """link->add({Frame::kWrite, region, static_cast<uint32_t>(piece), address + taken.offset},
                   source + taken.offset, is_last ? complete : std::function<void()>());""",
             before,
             after,
@@ -346,26 +344,8 @@ MUTANTS = [
     Mutant(
         "nic: signals and credits count twice",
         SOFTWARE_NIC,
-        """} else if (frame.kind == Frame::kAdd) {
-            «carry_out(frame);»""",
-        "carry_out(frame); carry_out(frame);",
-        NIC,
-    ),
-    changed(
-        "nic: a signal waits for no writes where nothing keeps order",
-        SOFTWARE_NIC,
-        """link->add({Frame::kAdd, region, same, 0, address, increment, taken.batch++,
-                           std::exchange(taken.writes, 0)},
-                          nullptr, complete);""",
-        "std::exchange(taken.writes, 0)",
-        "0",
-        NIC,
-    ),
-    Mutant(
-        "nic: a signal that comes before its writes is not held",
-        HELD,
-        "if (!addition || arrived < addition->writes) break;",
-        "if (!addition) break;",
+        "add(port->heaps_[rank_] + frame.address, frame.increment);",
+        "add(port->heaps_[rank_] + frame.address, 2 * frame.increment);",
         NIC,
     ),
 ]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from forced_machines import machines_of
 from forks import RANK_ENVIRONMENT, Fork
-from over_networks import W, inputs, run_layers, run_low_latency
+from over_networks import W, inputs, run_layers
 from process_cases import SIZES, check_cases
 from waits import within
 
@@ -51,27 +51,6 @@ def run_cases(per_machine: int, name: str, seeds: range) -> None:
 def test_random_cases(ranks, per_machine, name):
     """A few of those that tests/gpu/test_gpu_over_host.py runs on GPUs."""
     ranks.run(run_cases, per_machine, name, range(12))
-
-
-class Unordered(_C.SoftwareNic):
-    """Over a network on which a write or an addition arrives before or after any other one."""
-
-    def __init__(self, *, rank: int, segments, cards=()):
-        super().__init__(rank=rank, segments=segments, cards=cards, seed=rank)
-
-
-def run_unordered(run, *arguments) -> None:
-    with mock.patch.object(_C, "SoftwareNic", Unordered):
-        run(*arguments)
-
-
-@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2)])
-def test_the_bits_over_a_network_that_keeps_no_order(ranks, per_machine, per_node):
-    ranks.run(run_unordered, run_layers, per_machine, per_node)
-
-
-def test_the_low_latency_mode_over_a_network_that_keeps_no_order(ranks):
-    ranks.run(run_unordered, run_low_latency, 1)
 
 
 def run_readmit() -> None:
@@ -262,7 +241,7 @@ def test_a_network_that_is_not_made_keeps_no_connection(ranks):
     ranks.run(run_one_that_cannot_join)
 
 
-FRAME = struct.Struct("<BBHIQQII")  # csrc/fabric/queue/link.h
+FRAME = struct.Struct("<BBxxIQQ")  # csrc/fabric/queue/link.h
 
 
 def received(connection: socket.socket, size: int) -> bytes:
@@ -278,11 +257,11 @@ def test_a_status_with_bits_that_no_rank_sets():
     group = _C.host_group(heap=heap, ranks=[0], segments=segments[0], **options, nic=hears)
     (to_says, its_end), (to_hears, own_end) = socket.socketpair(), socket.socketpair()
     with to_says, to_hears:
-        says.start([[its_end.detach()], []])
-        hears.start([[], [own_end.detach()]])
+        says.start([its_end.detach(), -1])
+        hears.start([-1, own_end.detach()])
         to_says.settimeout(10)
         header = received(to_says, FRAME.size)
-        status = received(to_says, FRAME.unpack(header)[3])
+        status = received(to_says, FRAME.unpack(header)[2])
         to_hears.sendall(header + b"\xff" * len(status))
         assert within(10, lambda: group.rank_statuses()[1]["sends"])
         found = group.rank_statuses()[1]
@@ -307,9 +286,9 @@ def test_a_process_that_reads_nothing_is_sent_little():
         return len(other.recv(1 << 20, socket.MSG_PEEK))
 
     with other:
-        nic.start([[], [own.detach()]])
+        nic.start([-1, own.detach()])
         first = received(other, FRAME.size)
-        size = FRAME.size + FRAME.unpack(first)[3]
+        size = FRAME.size + FRAME.unpack(first)[2]
         received(other, size - FRAME.size)
         assert sent_in(2.5) < 5 * size, "five are sent in a second, where they are answered"
         assert nic.silence(1)[0] > 2.0 and nic.silence(1)[1] < 2.0, "its process is silent, its machine is not"
@@ -326,11 +305,11 @@ def carry_spoilt(own: socket.socket, real: socket.socket, counts: bool, heap_byt
     """What is sent at `own` goes to the other machine: the first block of counts with a negative one, in a sum that is
     right; or a write behind the part of the heap that is the network's goes first."""
     if not counts:
-        real.sendall(FRAME.pack(1, 0, 0, 8, heap_bytes - 8, 0, 0, 0) + bytes(8))
+        real.sendall(FRAME.pack(1, 0, 8, heap_bytes - 8, 0) + bytes(8))
     data = b""
     while part := own.recv(1 << 16):
         data += part
-        while len(data) >= FRAME.size and len(data) >= FRAME.size + (size := FRAME.unpack_from(data)[3]):
+        while len(data) >= FRAME.size and len(data) >= FRAME.size + (size := FRAME.unpack_from(data)[2]):
             head, body, data = data[: FRAME.size], data[FRAME.size : FRAME.size + size], data[FRAME.size + size :]
             if counts and head[0] == 1:  # of experts, of two channels
                 told = list(struct.unpack(f"<{size // 4}i", body))

@@ -23,16 +23,13 @@ struct Frame {
 
     uint8_t kind;
     uint8_t region = 0;
-    uint16_t queue = 0;  // index among the sender's queues to this rank
     uint32_t bytes = 0;
     uint64_t address = 0;
     uint64_t increment = 0;
-    uint32_t batch = 0;   // additions of the queue before this frame
-    uint32_t writes = 0;  // of an addition: writes in its batch
 };
-static_assert(sizeof(Frame) == 32);
+static_assert(sizeof(Frame) == 24);
 
-// A connection to one rank. No call blocks.
+// A connection to one rank. Frames arrive in the order in which they were added. No call blocks.
 class Link {
   public:
     virtual ~Link() = default;
@@ -42,10 +39,6 @@ class Link {
     virtual void fail(const std::string& why) {
         if (end_.empty()) end_ = why;
     }
-
-    // Whether frames arrive in the order they were added in. If not, all but writes and additions
-    // do.
-    virtual bool keeps_order() const { return true; }
 
     // ---- sending
 

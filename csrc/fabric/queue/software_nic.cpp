@@ -13,7 +13,6 @@
 
 #include "fabric/queue/status.h"
 #include "fabric/queue/tcp_link.h"
-#include "fabric/queue/unordered_link.h"
 #include "fabric/queue/verbs_link.h"
 
 namespace ep {
@@ -70,12 +69,10 @@ void add(char* word, uint64_t increment) {
 
 }  // namespace
 
-SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards,
-                         std::optional<uint64_t> seed, uint32_t depth)
+SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards, uint32_t depth)
     : rank_(rank),
       controls_(std::move(controls)),
       cards_(std::move(cards)),
-      seed_(seed),
       depth_(depth),
       links_(controls_.size()),
       arriving_(controls_.size()),
@@ -98,48 +95,40 @@ SoftwareNic::~SoftwareNic() {
 
 // The connection that carries a queue; null: memory is mapped.
 Link* SoftwareNic::link_of(size_t queue) const {
-    const size_t pair = queue / 2;  // see SendQueues
-    const Links& links = links_[pair % links_.size()];
-    return links.empty() ? nullptr : links[pair / links_.size() % links.size()].get();
+    return links_[queue / 2 % links_.size()].get();  // see SendQueues
 }
 
-void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs,
-                        double limit) {
+void SoftwareNic::start(const std::vector<int>& sockets, const QueuePairs& pairs, double limit) {
     limit_ = limit;
-    std::vector<Links> links(sockets.size());
+    Links links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
-        assert(!is_direct() || sockets[rank].size() < 2);  // one link watches the queues
-        for (size_t i = 0; i < sockets[rank].size(); ++i) {
-            std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
-            if (is_direct()) {
-                link = std::make_unique<CardLink>(std::move(link));
-            } else if (!cards_.empty()) {
-                link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
-            } else if (seed_) {
-                link = std::make_unique<UnorderedLink>(std::move(link), *seed_ + rank);
-            }
-            for (size_t port = 0; port < ports_.size(); ++port)
-                share(*link, rank, static_cast<uint8_t>(port));
-            links[rank].push_back(std::move(link));
+        if (sockets[rank] < 0) continue;
+        std::unique_ptr<Link>& link = links[rank];
+        link = std::make_unique<TcpLink>(sockets[rank]);
+        if (is_direct()) {
+            link = std::make_unique<CardLink>(std::move(link));
+        } else if (!cards_.empty()) {
+            link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank));
         }
+        for (size_t port = 0; port < ports_.size(); ++port)
+            share(*link, rank, static_cast<uint8_t>(port));
     }
     start_over(std::move(links));
 }
 
-void SoftwareNic::start_over(std::vector<Links> links) {
+void SoftwareNic::start_over(Links links) {
     start_stepped(std::move(links));
     thread_ = std::jthread([this] { run(); });
     has_thread_ = true;
 }
 
-void SoftwareNic::start_stepped(std::vector<Links> links) {
+void SoftwareNic::start_stepped(Links links) {
     const std::lock_guard lock(ports_mutex_);
     links_ = std::move(links);
-    held_.assign(links_.size(), {});
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         told_[rank] = 0;
         has_left_[rank] = false;
-        if (!links_[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
+        if (links_[rank]) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
     for (const auto& port : ports_) {
         if (!port) continue;
@@ -165,7 +154,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     thread_.join();
     const std::lock_guard lock(ports_mutex_);  // others may report failures or close ports
     has_thread_ = false;
-    for (Links& links : links_) links.clear();
+    for (auto& link : links_) link.reset();
     for (const auto& port : ports_) {
         if (!port) continue;
         for (Port::Side& side : port->sides_) side.is_connected = false;
@@ -221,32 +210,24 @@ SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle, bool polls) 
 bool SoftwareNic::leave() {
     const auto now = Clock::now();
     bool has_left = !has_work(), is_heard = true;
-    for (const Links& links : links_) {
-        for (const auto& link : links) {
-            has_left &= !link->has_to_send();
-            is_heard &= link->is_acknowledged();
-        }
+    for (const auto& link : links_) {
+        if (!link) continue;
+        has_left &= !link->has_to_send();
+        is_heard &= link->is_acknowledged();
     }
     if (!has_left && now <= stop_at_) return false;
     if (said_goodbye_) return is_heard || now > stop_at_ + kFarewell;
-    for (const Links& links : links_) {
-        for (const auto& link : links) {
-            if (!link->end().empty()) continue;
-            if (link == links.front()) add_status(*link);
-            link->add_copy({Frame::kBye}, {});
-        }
+    for (const auto& link : links_) {
+        if (!link || !link->end().empty()) continue;
+        add_status(*link);
+        link->add_copy({Frame::kBye}, {});
     }
     said_goodbye_ = true;
     return false;
 }
 
 bool SoftwareNic::is_polled() const {
-    for (const Links& links : links_) {
-        for (const auto& link : links) {
-            if (link->is_polled()) return true;
-        }
-    }
-    return false;
+    return std::ranges::any_of(links_, [](const auto& link) { return link && link->is_polled(); });
 }
 
 bool SoftwareNic::has_work() const {
@@ -277,7 +258,6 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         return true;
     }
     char* const own = port.heaps_[rank_];
-    const auto same = static_cast<uint16_t>(number / 2 / links_.size() * 2 + number % 2);
     bool moved = false;
     const uint8_t region = region_of(port);
     while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room_for(region))) {
@@ -292,9 +272,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
             const uint64_t increment = entry.add.atomic.increment;
             ++taken.begun;
             if (link) {
-                link->add({Frame::kAdd, region, same, 0, address, increment, taken.batch++,
-                           std::exchange(taken.writes, 0)},
-                          nullptr, complete);
+                link->add({Frame::kAdd, region, 0, address, increment}, nullptr, complete);
             } else {
                 add(port.heaps_[rank] + address, increment);
                 complete();
@@ -311,9 +289,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         }
         const uint64_t piece = std::min<uint64_t>(kPiece, bytes - taken.offset);
         const bool is_last = taken.offset + piece == bytes;
-        ++taken.writes;
-        link->add({Frame::kWrite, region, same, static_cast<uint32_t>(piece),
-                   address + taken.offset, 0, taken.batch},
+        link->add({Frame::kWrite, region, static_cast<uint32_t>(piece), address + taken.offset},
                   source + taken.offset, is_last ? complete : std::function<void()>());
         taken.offset = is_last ? 0 : taken.offset + piece;
         taken.begun += is_last;
@@ -326,32 +302,29 @@ bool SoftwareNic::move_bytes(Clock::time_point now) {
     bool moved = false;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         const int from = static_cast<int>(rank);
-        for (const auto& link : links_[rank]) {
-            if (link->end().empty()) {
-                moved |= link->send();
-                if (link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
-                                  [&](const Frame& frame) { take(*link, from, frame); })) {
-                    moved = true;
-                    heard_[rank] = now;
-                    ahead_[rank] = 0;
-                }
+        const auto& link = links_[rank];
+        if (!link) continue;
+        if (link->end().empty()) {
+            moved |= link->send();
+            if (link->receive([&](const Frame& frame) { return place_of(from, frame); },
+                              [&](const Frame& frame) { take(from, frame); })) {
+                moved = true;
+                heard_[rank] = now;
+                ahead_[rank] = 0;
             }
-            if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
         }
+        if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
     }
     return moved;
 }
 
 // Returns where the bytes of a frame belong; null: no rank sends such a frame.
-char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
-    const bool is_first = &link == links_[rank].front().get();
+char* SoftwareNic::place_of(int rank, const Frame& frame) {
     switch (frame.kind) {
         case Frame::kStatus:
-            if (!is_first || frame.bytes != sizeof(ControlBlock)) return nullptr;
+            if (frame.bytes != sizeof(ControlBlock)) return nullptr;
             return reinterpret_cast<char*>(&arriving_[rank]);
         case Frame::kAbort:
-            if (!is_first) return nullptr;
-            [[fallthrough]];
         case Frame::kBye:
             return frame.bytes ? nullptr : reinterpret_cast<char*>(controls_[rank]);
         case Frame::kWrite:
@@ -365,25 +338,17 @@ char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
                 return nowhere_.data();
             }
             if (bytes > port->bytes_ || frame.address > port->bytes_ - bytes) return nullptr;
-            if (frame.queue >= port->queues_.count() / links_.size()) return nullptr;
             return port->heaps_[rank_] + frame.address;
         }
     }
     return nullptr;
 }
 
-void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
-    if (frame.kind == Frame::kAdd || frame.kind == Frame::kWrite) {
-        Port* port = ports_[frame.region].get();
-        if (!port) return;
-        const auto carry_out = [&](const Frame& addition) {
-            add(port->heaps_[rank_] + addition.address, addition.increment);
-        };
-        if (!link.keeps_order()) {
-            if (!held_[rank].take(frame, carry_out)) link.fail(kForeign);
-        } else if (frame.kind == Frame::kAdd) {
-            carry_out(frame);
-        }
+void SoftwareNic::take(int rank, const Frame& frame) {
+    Link& link = *links_[rank];
+    if (frame.kind == Frame::kAdd) {
+        if (const auto& port = ports_[frame.region])
+            add(port->heaps_[rank_] + frame.address, frame.increment);
     } else if (frame.kind == Frame::kStatus) {
         ControlBlock& said = arriving_[rank];
         said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMaxBytes);
@@ -396,7 +361,7 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         const Reason& reason = controls_[rank]->reason;
         note_loss(static_cast<int>(blamed), std::string(reason.text, reason.bytes));
     } else if (frame.kind == Frame::kBye) {
-        if (&link == links_[rank].front().get()) has_left_[rank] = true;  // its last status is here
+        has_left_[rank] = true;  // its last status is here
         link.fail(kEnd);
     }
 }
@@ -421,9 +386,8 @@ void SoftwareNic::tell_others(Clock::time_point now) {
     }
     const bool is_time = now - last_beat_ > (now < news_until_ ? kNews : kBeat);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        if (links_[rank].empty()) continue;
-        const auto& link = links_[rank].front();
-        if (!link->end().empty()) continue;
+        const auto& link = links_[rank];
+        if (!link || !link->end().empty()) continue;
         const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
         if (is_new) {
@@ -442,18 +406,17 @@ void SoftwareNic::lose_silent(Clock::time_point now) {
     if (now - last_look_ < kListen || stopping_) return;
     last_look_ = now;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        for (const auto& link : links_[rank]) {
-            if (!link->end().empty()) continue;
-            const double machine = silence_of(link->descriptor(), limit_);
-            const double process = std::chrono::duration<double>(now - heard_[rank]).count();
-            const bool is_stuck = tolerates_loss_ && link->has_to_send() && process > limit_;
-            if (machine <= limit_ && !is_stuck) continue;
-            const std::string time = std::to_string(static_cast<int>(is_stuck ? process : machine));
-            lose(static_cast<int>(rank), is_stuck
-                                             ? "it took nothing of what was sent for " + time + " s"
-                                             : "nothing was heard from its machine for " + time +
-                                                   " s: the network between, or that machine");
-        }
+        const auto& link = links_[rank];
+        if (!link || !link->end().empty()) continue;
+        const double machine = silence_of(link->descriptor(), limit_);
+        const double process = std::chrono::duration<double>(now - heard_[rank]).count();
+        const bool is_stuck = tolerates_loss_ && link->has_to_send() && process > limit_;
+        if (machine <= limit_ && !is_stuck) continue;
+        const std::string time = std::to_string(static_cast<int>(is_stuck ? process : machine));
+        lose(static_cast<int>(rank), is_stuck
+                                         ? "it took nothing of what was sent for " + time + " s"
+                                         : "nothing was heard from its machine for " + time +
+                                               " s: the network between, or that machine");
     }
 }
 
@@ -461,7 +424,7 @@ std::pair<double, double> SoftwareNic::silence(int rank) {
     const std::lock_guard lock(ports_mutex_);
     if (is_mapped(rank)) return {};
     const std::chrono::duration<double> process = last_step_ - heard_[rank];
-    return {process.count(), silence_of(links_[rank].front()->descriptor(), limit_)};
+    return {process.count(), silence_of(links_[rank]->descriptor(), limit_)};
 }
 
 void SoftwareNic::add_status(Link& link) {
@@ -472,21 +435,20 @@ void SoftwareNic::add_status(Link& link) {
 }
 
 void SoftwareNic::add_abort(size_t rank, uint64_t word) {
-    Link& link = *links_[rank].front();
+    Link& link = *links_[rank];
     add_status(link);
-    link.add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
+    link.add_copy({Frame::kAbort, 0, 0, 0, word}, {});
     told_[rank] = word;
 }
 
-// Gives up a rank, with all its connections, when one of them breaks. The rank itself is told if
-// only a card has failed.
+// Gives up a rank when its connection breaks. The rank itself is told if only a card has failed.
 void SoftwareNic::lose(int rank, const std::string& why) {
-    for (const auto& link : links_[rank]) link->fail(why);
+    links_[rank]->fail(why);
     note(controls_[rank]->reason, why);
     note_loss(rank, why);
     if (told_[rank]) return;
     add_abort(rank, ControlBlock::abort_word(Outcome::Lost, *lost_));
-    links_[rank].front()->send();
+    links_[rank]->send();
 }
 
 void SoftwareNic::note_loss(int rank, const std::string& why) {
@@ -522,9 +484,8 @@ void SoftwareNic::tell_now() {
         const std::lock_guard lock(ports_mutex_);
         if (abort_word_of(own()) != last_abort_) return false;  // the mirrors do not have it yet
         for (size_t rank = 0; rank < links_.size(); ++rank) {
-            if (links_[rank].empty()) continue;
-            const auto& link = links_[rank].front();
-            if (!link->end().empty()) continue;
+            const auto& link = links_[rank];
+            if (!link || !link->end().empty()) continue;
             if (news_for(rank) != told_[rank] || link->has_to_send() || !link->is_acknowledged())
                 return false;
         }
@@ -542,12 +503,10 @@ void SoftwareNic::sleep(Clock::duration most) {
     {
         const std::lock_guard lock(ports_mutex_);
         if (has_work()) most = {};
-        for (const Links& links : links_) {
-            for (const auto& link : links) {
-                if (!link->end().empty()) continue;
-                const short events = POLLIN | (link->waits_for_descriptor() ? POLLOUT : 0);
-                files.push_back({link->descriptor(), events, 0});
-            }
+        for (const auto& link : links_) {
+            if (!link || !link->end().empty()) continue;
+            const short events = POLLIN | (link->waits_for_descriptor() ? POLLOUT : 0);
+            files.push_back({link->descriptor(), events, 0});
         }
     }
     const auto ns = std::chrono::nanoseconds(most).count();

@@ -16,7 +16,6 @@
 
 #include "core/incident.h"
 #include "fabric/queue/card_link.h"
-#include "fabric/queue/held_additions.h"
 #include "fabric/queue/link.h"
 #include "fabric/queue/send_queue.h"
 #include "fabric/verbs/queue_pair.h"
@@ -57,10 +56,9 @@ class SoftwareNic {
 
     // controls: by rank; for ranks of other machines a mirror that belongs to this rank. cards:
     // none for TCP alone, one, or several direct ones; each channel uses one, which keeps its
-    // order. For tests: seed: TCP as a network that keeps no order; depth: of the queues in which
-    // ranks on the host post.
+    // order. depth: of the queues in which ranks on the host post.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards = {},
-                std::optional<uint64_t> seed = std::nullopt, uint32_t depth = kDepth);
+                uint32_t depth = kDepth);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
@@ -80,8 +78,6 @@ class SoftwareNic {
             uint64_t begun = 0;     // entries that were begun
             uint64_t offset = 0;    // bytes of the next entry that have been sent
             uint64_t given_up = 0;  // entries that were given up because the connection was lost
-            uint32_t batch = 0;     // additions so far
-            uint32_t writes = 0;    // frames since the last addition
         };
 
         // Heaps by rank; those of other machines are not accessed.
@@ -127,19 +123,17 @@ class SoftwareNic {
     // ... and takes what that rank has told. Both throw std::runtime_error that says what fails.
     void join(int rank, const std::string& told);
 
-    // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
-    // many at both ends and in the same order; none for ranks whose memory is mapped. Takes
-    // ownership. Each channel uses one, which keeps its order. pairs: with a card, a connected one
-    // for each socket; a direct card takes none, and one socket per rank.
-    using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
-    // limit: seconds without an answer from its machine after which a rank is lost.
-    void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {},
-               double limit = 10);
-    // Does the same over connections of any kind, without a card.
+    // Begins to carry out what is posted. sockets: by rank, connected; -1 for ranks whose memory is
+    // mapped. Takes ownership. pairs: by rank, with a card that is not direct: a connected one for
+    // each socket. limit: seconds without an answer from its machine after which a rank is lost.
+    using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
+    void start(const std::vector<int>& sockets, const QueuePairs& pairs = {}, double limit = 10);
+    // Does the same over connections of any kind, without a card: by rank, null where memory is
+    // mapped.
     using Links = std::vector<std::unique_ptr<Link>>;
-    void start_over(std::vector<Links> links);
+    void start_over(Links links);
     // Does the same for tests, without a thread: the test calls step().
-    void start_stepped(std::vector<Links> links);
+    void start_stepped(Links links);
     // Runs one iteration of the thread. Returns whether anything moved.
     bool step();
     // Carries out what was posted, for at most this long, and closes the connections. Empties the
@@ -201,29 +195,27 @@ class SoftwareNic {
     void note_loss(int rank, const std::string& why);
     void end_waits();
     uint64_t news_for(size_t rank) const;
-    bool is_mapped(int rank) const { return links_[rank].empty(); }
+    bool is_mapped(int rank) const { return !links_[rank]; }
     Link* link_of(size_t queue) const;
     Clock::duration nap(Clock::duration idle, bool polls) const;
     void sleep(Clock::duration most);
     bool has_work() const;
     bool is_polled() const;
     static uint8_t region_of(const Port& port) { return static_cast<uint8_t>(port.queues_.key); }
-    char* place_of(const Link& link, int rank, const Frame& frame);
-    void take(Link& link, int rank, const Frame& frame);
+    char* place_of(int rank, const Frame& frame);
+    void take(int rank, const Frame& frame);
     ControlBlock& own() const { return *controls_[rank_]; }
 
     const pid_t process_ = getpid();
     int rank_;
     std::vector<ControlBlock*> controls_;
     Cards cards_;
-    std::optional<uint64_t> seed_;
     uint32_t depth_;
-    std::vector<Links> links_;  // by rank; the first also carries status
+    Links links_;  // by rank
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
     std::vector<char> nowhere_;                 // for what arrives for closed ports
     std::vector<ControlBlock> arriving_;        // by rank
-    std::vector<HeldAdditions> held_;           // by rank; only if the network keeps no order
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that was sent to it
     std::vector<std::atomic<bool>> has_left_;   // by rank
     Clock::time_point last_beat_, last_look_, last_step_;

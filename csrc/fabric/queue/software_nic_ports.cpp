@@ -49,7 +49,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     }
     ports_.push_back(port);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        for (const auto& link : links_[rank]) share(*link, rank, static_cast<uint8_t>(number));
+        if (links_[rank]) share(*links_[rank], rank, static_cast<uint8_t>(number));
     }
     wake();
     return port;
@@ -151,8 +151,7 @@ void SoftwareNic::join(int rank, const std::string& told) {
         if (port->gpu_) port->gpu_->tell(port->cards_);
         const std::lock_guard lock(ports_mutex_);
         side.is_connected = true;
-        for (const auto& link : links_[rank])
-            share(*link, rank, static_cast<uint8_t>(invitation.port));
+        if (links_[rank]) share(*links_[rank], rank, static_cast<uint8_t>(invitation.port));
     }
 }
 
@@ -178,16 +177,13 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
         has_left &=
             !is_served || port->queues_[i].rung() == static_cast<uint16_t>(port->taken_[i].begun);
     }
-    for (const Links& links : links_) {
-        for (const auto& link : links) has_left &= !link->end().empty() || link->forget(number);
-    }
+    for (const auto& link : links_)
+        has_left &= !link || !link->end().empty() || link->forget(number);
     if (!has_left && !at_once) return false;
-    for (const Links& links : links_) {
-        for (const auto& link : links) {
-            if (link->forget(number)) continue;
-            link->fail("it took nothing of what a part that is closed had sent");
-            link->forget(number);
-        }
+    for (const auto& link : links_) {
+        if (!link || link->forget(number)) continue;
+        link->fail("it took nothing of what a part that is closed had sent");
+        link->forget(number);
     }
     port->regions_.clear();
     place->reset();

@@ -10,7 +10,7 @@ VerbsLink::VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePa
 void VerbsLink::open(uint8_t region, std::shared_ptr<const verbs::Region> memory) {
     regions_[region].own = std::move(memory);
     const verbs::Region& own = *regions_[region].own;
-    add_copy({Frame::kKeys, region, 0, 0, own.data(), own.flags()}, {});
+    add_copy({Frame::kKeys, region, 0, own.data(), own.flags()}, {});
 }
 
 void VerbsLink::fail(const std::string& why) {
