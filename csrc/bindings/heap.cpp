@@ -95,8 +95,6 @@ void bind_software_nic(py::module_& m) {
              "Until the other machines have what this rank knows of failures, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "From now on a connection that breaks ends waits of the normal mode only.")
-        .def_property_readonly_static("thread_name",
-                                      [](py::object) { return SoftwareNic::kThreadName; })
         .def_property_readonly_static("mirror_bytes",
                                       [](py::object) { return sizeof(ControlBlock); });
 }

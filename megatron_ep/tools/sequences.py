@@ -165,9 +165,10 @@ def _print_times(options: argparse.Namespace, plans: dict[str, SequencePlan], ro
     columns = (*WAYS, "there and back", "with gradients")
     print(f"{'attention':16}" + "".join(f"{name:>{max(10, len(name) + 2)}}" for name in columns) + "   waits for")
     for name, plan in plans.items():
-        with Progress(name, len(WAYS) * len(machines)) as look:
+        with Progress(name, len(WAYS) * len(machines)) as on_progress:
             found = [
-                predict_ways(plan, topology, each, row_bytes=row_bytes, num_sms=sms, look=look) for each in machines
+                predict_ways(plan, topology, each, row_bytes=row_bytes, num_sms=sms, on_progress=on_progress)
+                for each in machines
             ]
         times = [times_of(phases) for phases in found]
         line = "".join(f"{times[0][column]:{max(10, len(column) + 2)}.2f}" for column in columns)

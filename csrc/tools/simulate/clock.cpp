@@ -18,7 +18,6 @@ VirtualClock::Event VirtualClock::take_first() {
     std::pop_heap(queue_.begin(), queue_.end(), is_later);
     const Event event = queue_.back();
     queue_.pop_back();
-    ++happened_;
     return event;
 }
 
@@ -42,10 +41,7 @@ void VirtualClock::enter() {
     std::abort();  // never reached
 }
 
-void VirtualClock::leave(VirtualFiber& fiber) {
-    ++switches_;
-    Stacks::switch_to(&fiber.context, main_);
-}
+void VirtualClock::leave(VirtualFiber& fiber) { Stacks::switch_to(&fiber.context, main_); }
 
 // Lets the first event happen. If it is another fiber's turn, this fiber is left.
 void VirtualClock::advance(VirtualFiber& fiber) {
@@ -57,8 +53,8 @@ void VirtualClock::advance(VirtualFiber& fiber) {
     leave(fiber);
 }
 
-void VirtualClock::run(const std::function<void()>& look) {
-    constexpr uint64_t kLooks = 1 << 14;  // switches between two calls of look
+void VirtualClock::run(const std::function<void()>& on_progress) {
+    constexpr uint64_t kTurns = 1 << 14;  // switches between two calls of on_progress
     VirtualClock* const before = running_;
     running_ = this;
     struct Restore {
@@ -71,7 +67,7 @@ void VirtualClock::run(const std::function<void()>& look) {
         }
     } restore{this, before};
     for (uint64_t turns = 0;; ++turns) {
-        if (turns % kLooks == 0 && look) look();
+        if (turns % kTurns == 0 && on_progress) on_progress();
         if (queue_.empty()) {
             VirtualFiber* next = nullptr;
             for (VirtualFiber* fiber : fibers_) {

@@ -73,8 +73,9 @@ class VirtualClock {
     // Starts a fiber at its time.
     void spawn(VirtualFiber& fiber, std::function<void()> body);
     // Runs until no event is left and all fibers have ended; if all that are left sleep, the one
-    // with the first deadline resumes. Throws what a fiber threw. look: called at times, may throw.
-    void run(const std::function<void()>& look);
+    // with the first deadline resumes. Throws what a fiber threw. on_progress: called at times, may
+    // throw.
+    void run(const std::function<void()>& on_progress);
 
     // ---- called by the running fiber
 
@@ -104,9 +105,6 @@ class VirtualClock {
     void store_at(double time, uint64_t* flag, uint64_t value);
     void add_at(double time, uint64_t* flag, uint64_t value);
 
-    uint64_t switches() const { return switches_; }
-    uint64_t happened() const { return happened_; }
-
   private:
     struct Event {
         double time;
@@ -135,7 +133,7 @@ class VirtualClock {
     uint64_t seed_;
     std::mt19937_64 random_;
     std::vector<Event> queue_;  // a heap
-    uint64_t announced_ = 0, switches_ = 0, happened_ = 0;
+    uint64_t announced_ = 0;
     std::unordered_map<uint64_t*, std::vector<Sleeper>> sleepers_;
     std::vector<uint64_t*> asked_;
     int asked_by_lane_ = 0, max_asked_ = 0;

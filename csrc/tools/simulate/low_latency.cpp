@@ -92,7 +92,8 @@ struct VirtualLowLatency::State {
 
     // Runs share(warp, fabric, args, team) on each warp of each rank.
     template <class Args, class ShareOf>
-    VirtualPhase run(Role role, const std::vector<Args>& args, const Look& look, ShareOf&& share) {
+    VirtualPhase run(Role role, const std::vector<Args>& args, const OnProgress& on_progress,
+                     ShareOf&& share) {
         cluster.call = ++calls;
         VirtualLaunch launch(cluster, cards, settings.num_sms);
         for (int rank = 0; rank < ranks; ++rank) {
@@ -107,7 +108,7 @@ struct VirtualLowLatency::State {
         }
         const Pieces pieces(args.front().format);
         const uint64_t tokens = static_cast<uint64_t>(ranks) * settings.num_tokens;
-        return launch.run(look, tokens * settings.topk * pieces.count);
+        return launch.run(on_progress, tokens * settings.topk * pieces.count);
     }
 };
 
@@ -155,19 +156,19 @@ const ControlBlock& VirtualLowLatency::control(int rank) const {
     return state_->shares[rank].control;
 }
 
-VirtualPhase VirtualLowLatency::dispatch(const Look& look) {
+VirtualPhase VirtualLowLatency::dispatch(const OnProgress& on_progress) {
     const bool quantizes = state_->settings.quantizes;
     return state_->run(
-        Role::LowLatencySender, state_->dispatch, look,
+        Role::LowLatencySender, state_->dispatch, on_progress,
         [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
             quantizes ? low_latency_dispatch<true, false>(warp, next_call(fabric, args), team)
                       : low_latency_dispatch<false, false>(warp, next_call(fabric, args), team);
         });
 }
 
-VirtualPhase VirtualLowLatency::combine(const Look& look) {
+VirtualPhase VirtualLowLatency::combine(const OnProgress& on_progress) {
     if (!state_->shares.front().dispatch) throw std::logic_error("a dispatch comes first");
-    return state_->run(Role::LowLatencyCombineSender, state_->combine, look,
+    return state_->run(Role::LowLatencyCombineSender, state_->combine, on_progress,
                        [](auto& warp, auto& fabric, const auto& args, const Team& team) {
                            low_latency_combine<BFloat16, false>(warp, next_call(fabric, args),
                                                                 team);

@@ -26,8 +26,8 @@ class VirtualLowLatency {
                       const std::vector<const int32_t*>& topk_idx);
     ~VirtualLowLatency();
 
-    VirtualPhase dispatch(const Look& look);
-    VirtualPhase combine(const Look& look);
+    VirtualPhase dispatch(const OnProgress& on_progress);
+    VirtualPhase combine(const OnProgress& on_progress);
 
     const ControlBlock& control(int rank) const;
 

@@ -58,27 +58,33 @@ Machine machine_of(int sms, const py::dict& constants) {
     return machine;
 }
 
-py::dict waits(const std::array<double, kWaits>& waited) {
-    py::dict d;
-    for (int wait = 0; wait < kWaits; ++wait) {
-        if (waited[wait] > 0) d[name_of_wait(wait)] = waited[wait];
-    }
-    return d;
+// Work without a role of the protocol is the local pass. Notify's warps wait for nothing but each
+// other between steps, each of which begins when all warps of the rank have ended the previous one.
+const char* label(Role role) { return role == Role::Launch ? "local pass" : name(role); }
+const char* label(Wait wait) {
+    return wait == Wait::None ? "the other warps of the rank"
+                              : name_of_wait(static_cast<uint64_t>(wait));
 }
 
+// Returns the members of megatron_ep.tools.simulate.Phase, with times in us.
 py::dict describe(const VirtualPhase& phase) {
     py::dict d;
-    d["ends"] = phase.ends;
+    py::list ends;
+    for (const double end : phase.ends) ends.append(end / 1e3);
+    d["ends"] = ends;
     py::dict roles;
     for (int number = 0; number < kRoles; ++number) {
         const VirtualPhase::OfRole& of = phase.roles[number];
         if (!of.warps) continue;
-        py::dict role;
+        py::dict role, waited;
+        for (int wait = 0; wait < kWaits; ++wait) {
+            if (of.waited[wait] > 0) waited[label(static_cast<Wait>(wait))] = of.waited[wait] / 1e3;
+        }
         role["warps"] = of.warps;
-        role["time"] = of.time;
-        role["copied"] = of.copied;
-        role["waited"] = waits(of.waited);
-        roles[name(static_cast<Role>(number))] = role;
+        role["time"] = of.time / 1e3;
+        role["copied"] = of.copied / 1e3;
+        role["waited"] = waited;
+        roles[label(static_cast<Role>(number))] = role;
     }
     d["roles"] = roles;
     py::dict busy;
@@ -91,22 +97,21 @@ py::dict describe(const VirtualPhase& phase) {
     d["bytes_sent"] = phase.bytes_sent;
     d["row_bytes"] = phase.row_bytes;
     d["messages"] = phase.messages;
-    d["happened"] = phase.happened;
-    d["switches"] = phase.switches;
     return d;
 }
 
-// Runs a phase without the GIL, and calls `look` with it. Ctrl-C ends the phase. Throws
+// Runs a phase without the GIL, but calls on_progress with it. Ctrl-C ends the phase. Throws
 // std::runtime_error if a wait expired.
 template <class Mode>
-py::dict run(Mode& mode, VirtualPhase (Mode::*phase)(const Look&), const Look& look) {
+py::dict run(Mode& mode, VirtualPhase (Mode::*phase)(const OnProgress&),
+             const OnProgress& on_progress) {
     VirtualPhase done;
     {
         const py::gil_scoped_release release;
-        done = (mode.*phase)([&](uint64_t rows, uint64_t all) {
+        done = (mode.*phase)([&](double part) {
             const py::gil_scoped_acquire acquire;
             if (PyErr_CheckSignals()) throw py::error_already_set();
-            if (look) look(rows, all);
+            if (on_progress) on_progress(part);
         });
     }
     if (const auto first = first_reason(mode.control(0).abort))
@@ -174,10 +179,12 @@ std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
 
 // Binds a phase of either mode.
 template <class Mode>
-void add_phase(py::class_<Mode>& mode, const char* name, VirtualPhase (Mode::*phase)(const Look&)) {
+void add_phase(py::class_<Mode>& mode, const char* name,
+               VirtualPhase (Mode::*phase)(const OnProgress&)) {
     mode.def(
-        name, [phase](Mode& m, const Look& look) { return run(m, phase, look); },
-        py::arg("look") = py::none(), "Raises RuntimeError if a wait expires.");
+        name,
+        [phase](Mode& m, const OnProgress& on_progress) { return run(m, phase, on_progress); },
+        py::arg("on_progress") = py::none(), "Raises RuntimeError if a wait expires.");
 }
 
 void bind_transfers(py::module_& m) {

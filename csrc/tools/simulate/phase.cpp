@@ -18,8 +18,6 @@ void VirtualPhase::append(const VirtualPhase& behind, double between) {
     bytes_sent += behind.bytes_sent;
     row_bytes += behind.row_bytes;
     messages += behind.messages;
-    happened += behind.happened;
-    switches += behind.switches;
 }
 
 std::vector<char*> heaps_in(char* memory, size_t bytes, int ranks) {
@@ -41,22 +39,19 @@ void VirtualLaunch::add(int rank, int sm, Body body) {
     cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
 }
 
-VirtualPhase VirtualLaunch::run(const Look& look, uint64_t expected_rows) {
-    const VirtualClock& clock = cluster_.clock;
-    const uint64_t rows = cluster_.rows_moved, switches = clock.switches(),
-                   happened = clock.happened(), messages = cards_.messages(),
-                   flags = cards_.flags();
+VirtualPhase VirtualLaunch::run(const OnProgress& on_progress, uint64_t expected_rows) {
+    const uint64_t rows = cluster_.rows_moved, messages = cards_.messages(), flags = cards_.flags();
     const double sent = cards_.bytes_sent();
     cluster_.clock.run([&] {
-        if (look) look(std::min(cluster_.rows_moved - rows, expected_rows), expected_rows);
+        if (!on_progress) return;
+        const uint64_t done = std::min(cluster_.rows_moved - rows, expected_rows);
+        on_progress(expected_rows ? static_cast<double>(done) / expected_rows : 0);
     });
     VirtualPhase phase = result();
     phase.bytes_sent = cards_.bytes_sent() - sent;
     phase.row_bytes =
         phase.bytes_sent - VirtualCards::kFlagBytes * static_cast<double>(cards_.flags() - flags);
     phase.messages = cards_.messages() - messages;
-    phase.happened = clock.happened() - happened;
-    phase.switches = clock.switches() - switches;
     return phase;
 }
 

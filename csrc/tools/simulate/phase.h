@@ -28,14 +28,14 @@ struct VirtualPhase {
     std::array<OfRole, kRoles> roles;
     double sm = 0, memory = 0, link_out = 0, link_in = 0, card = 0;  // busy share, rank maximum
     double bytes_sent = 0, row_bytes = 0;                            // all cards; rows: no flags
-    uint64_t messages = 0, happened = 0, switches = 0;
+    uint64_t messages = 0;
 
     // Adds a phase that each rank launches `between` ns after the end of this one.
     void append(const VirtualPhase& behind, double between);
 };
 
-// Is called with the progress of a phase: copies and sums so far, and about how many in all.
-using Look = std::function<void(uint64_t done, uint64_t all)>;
+// Is called with the progress of a phase, 0 to 1.
+using OnProgress = std::function<void(double)>;
 
 // Settings that both modes share. Tokens and SMs are those of one rank.
 struct VirtualCase {
@@ -73,8 +73,8 @@ class VirtualLaunch {
 
     // Adds a warp that runs `body` on an SM of a rank.
     void add(int rank, int sm, Body body);
-    // Runs all warps to their ends. expected_rows: the total that `look` is given.
-    VirtualPhase run(const Look& look = {}, uint64_t expected_rows = 0);
+    // Runs all warps to their ends. expected_rows: about how many it copies and sums.
+    VirtualPhase run(const OnProgress& on_progress = {}, uint64_t expected_rows = 0);
 
   private:
     VirtualPhase result();

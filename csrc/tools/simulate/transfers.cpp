@@ -231,7 +231,7 @@ void VirtualTransfers::State::make_calls(const std::vector<bool>& has_intra_rank
 }
 
 // Follows notify_kernel: each step needs the previous one to be finished on all channels.
-VirtualPhase VirtualTransfers::notify(const Look& look) {
+VirtualPhase VirtualTransfers::notify(const OnProgress& on_progress) {
     State& s = *state_;
     if (s.notify.front().layout.is_planned) throw std::logic_error("a plan needs no notify");
     VirtualLaunch phase = s.launch();
@@ -282,7 +282,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
             phase.add(rank, block, [body, number](VirtualFiber& fiber) { body(fiber, number); });
         });
     }
-    const VirtualPhase done = phase.run(look);
+    const VirtualPhase done = phase.run(on_progress);
     for (const NotifyArgs& args : s.notify) {
         if (const int bad = args.layout.totals().bad_token)
             throw std::invalid_argument("topk_idx of rank " + std::to_string(args.rank) +
@@ -340,7 +340,7 @@ void VirtualTransfers::State::add_permute(VirtualLaunch& phase) {
     }
 }
 
-VirtualPhase VirtualTransfers::dispatch(const Look& look) {
+VirtualPhase VirtualTransfers::dispatch(const OnProgress& on_progress) {
     State& s = *state_;
     if (s.dispatch.empty()) throw std::logic_error("notify comes first");
     s.cluster.call = ++s.calls;
@@ -377,7 +377,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     const bool passes =
         std::ranges::any_of(s.dispatch, [](const auto& args) { return has_intra_rank_pass(args); });
     if (passes && side.beside) s.add_own_rows(exchange, side.first, side.count);
-    VirtualPhase done = exchange.run(look, expected);
+    VirtualPhase done = exchange.run(on_progress, expected);
     if (passes) {
         if (!side.beside) {
             VirtualLaunch own = s.launch();
@@ -392,7 +392,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     return done;
 }
 
-VirtualPhase VirtualTransfers::combine(const Look& look) {
+VirtualPhase VirtualTransfers::combine(const OnProgress& on_progress) {
     State& s = *state_;
     if (s.dispatch.empty() || s.dispatch.front().fills_tables)
         throw std::logic_error("a dispatch comes first");
@@ -453,7 +453,7 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
         });
     }
     if (passes && side.beside) add_sums(exchange);
-    VirtualPhase done = exchange.run(look, expected);
+    VirtualPhase done = exchange.run(on_progress, expected);
     if (passes && !side.beside) {
         before.append(done, 0);
         return before;

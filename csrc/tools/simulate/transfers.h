@@ -46,9 +46,9 @@ class VirtualTransfers {
                      const VirtualPlan& plan);
     ~VirtualTransfers();
 
-    VirtualPhase notify(const Look& look);
-    VirtualPhase dispatch(const Look& look);
-    VirtualPhase combine(const Look& look);
+    VirtualPhase notify(const OnProgress& on_progress);
+    VirtualPhase dispatch(const OnProgress& on_progress);
+    VirtualPhase combine(const OnProgress& on_progress);
 
     const ControlBlock& control(int rank) const;
     // Rows of one dispatch, summed over the simulated ranks: those that cross the network between

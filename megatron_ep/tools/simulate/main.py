@@ -165,11 +165,11 @@ def _predict(case: Case, machine: Machine, with_band: bool) -> Found:
 
     choices = case.choices()
     machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
-    with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as look:
-        prediction = predict(case, machine, look=look, choices=choices)
+    with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as on_progress:
+        prediction = predict(case, machine, on_progress=on_progress, choices=choices)
         times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
         for other in machines:
-            for name, phase in all_phases(predict(case, other, look=look, choices=choices)).items():
+            for name, phase in all_phases(predict(case, other, on_progress=on_progress, choices=choices)).items():
                 times[name].append(phase.us)
     return prediction, {name: (min(values), max(values)) for name, values in times.items()}
 

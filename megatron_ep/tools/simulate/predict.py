@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,7 @@ SERVERS = {
 # Share of the time from which a busy server is the bottleneck of a phase.
 BOTTLENECK = 0.75
 
-# Work without a role of the protocol is the local pass.
-LOCAL_PASS = "local pass"
-# Wait of notify's warps between steps, each of which begins when all warps of the rank have ended the previous one.
-MEETING = "the other warps of the rank"
-
-Look = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -102,10 +98,10 @@ class Prediction:
     notify: Phase | None
 
 
-def predict(case: Case, machine: Machine, *, look: Look | None = None, choices: Any = None) -> Prediction:
+def predict(case: Case, machine: Machine, *, on_progress: OnProgress | None = None, choices: Any = None) -> Prediction:
     """Simulates a dispatch, in the normal mode after its notify, and its combine.
 
-    look: called regularly with the phase and its progress, 0 to 1.
+    on_progress: called regularly with the phase and its progress, 0 to 1.
     choices: result of `Case.choices`; None: it is called.
 
     Raises ValueError for settings that no buffer could have; RuntimeError if a wait expires; KeyboardInterrupt for
@@ -121,12 +117,7 @@ def predict(case: Case, machine: Machine, *, look: Look | None = None, choices: 
     phases: dict[str, Phase] = {}
     notify = None
     for name in ("dispatch", "combine") if case.is_low_latency else ("notify", "dispatch", "combine"):
-
-        def tell(rows: int, expected: int, name: str = name) -> None:
-            if look is not None:
-                look(name, rows / expected if expected else 0)
-
-        found = getattr(mode, name)(tell)
+        found = getattr(mode, name)(partial(on_progress, name) if on_progress else None)
         if name == "notify":
             notify = phase_of(found, 0, 0, is_calibrated=False)
             continue
@@ -141,25 +132,8 @@ def predict(case: Case, machine: Machine, *, look: Look | None = None, choices: 
 
 def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
     """Returns a phase. found: result of the extension."""
-    return Phase(
-        is_calibrated=is_calibrated,
-        rail_rows=rail_rows,
-        peer_rows=peer_rows,
-        ends=[end / 1e3 for end in found["ends"]],
-        roles={
-            LOCAL_PASS if name == "launch" else name: Role(
-                role["warps"],
-                role["time"] / 1e3,
-                role["copied"] / 1e3,
-                {MEETING if wait == "nothing" else wait: ns / 1e3 for wait, ns in role["waited"].items()},
-            )
-            for name, role in found["roles"].items()
-        },
-        busy=found["busy"],
-        bytes_sent=found["bytes_sent"],
-        row_bytes=found["row_bytes"],
-        messages=found["messages"],
-    )
+    roles = {name: Role(**role) for name, role in found["roles"].items()}
+    return Phase(is_calibrated, rail_rows, peer_rows, **{**found, "roles": roles})
 
 
 def machines_in_band(machine: Machine) -> Iterator[Machine]:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ep.tools.simulate.predict import Look
+    from megatron_ep.tools.simulate.predict import OnProgress
 
 
 class Progress:
@@ -20,14 +20,14 @@ class Progress:
         self._task = self._bar.add_task(title, total=float(phases))
         self._done, self._last = 0.0, ("", 0.0)
 
-    def __enter__(self) -> Look:
+    def __enter__(self) -> OnProgress:
         self._bar.start()
-        return self._look
+        return self._on_progress
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _look(self, phase: str, part: float) -> None:
+    def _on_progress(self, phase: str, part: float) -> None:
         if phase == "notify":
             return
         if self._last[0] and (phase != self._last[0] or part < self._last[1]):

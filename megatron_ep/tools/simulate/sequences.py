@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from megatron_ep import _simulate
 from megatron_ep.buffer.cuda import CudaBackend
@@ -12,7 +13,7 @@ from megatron_ep.sequences.plan import SequencePlan
 from megatron_ep.sequences.planner import RowBytes
 from megatron_ep.tools.simulate.case import MAX_SIMULATED_RANKS, ring_settings
 from megatron_ep.tools.simulate.machine import Machine
-from megatron_ep.tools.simulate.predict import Look, Phase, phase_of
+from megatron_ep.tools.simulate.predict import OnProgress, Phase, phase_of
 
 # Exchanges in the order of a call. The backward pass has those after the output, and the reverse of Q's and the
 # output's.
@@ -28,13 +29,13 @@ def predict_ways(
     *,
     row_bytes: RowBytes,
     num_sms: int,
-    look: Look | None = None,
+    on_progress: OnProgress | None = None,
 ) -> dict[str, Phase]:
     """Returns the phases of `WAYS`. The gradient of V has a phase like that of K.
 
     row_bytes: bytes of 16-bit rows; those of K and V are equal. Gradients of K and V that nodes sum are twice as long.
     num_sms: SMs of each rank.
-    look: called regularly with the exchange and its progress, 0 to 1.
+    on_progress: called regularly with the exchange and its progress, 0 to 1.
 
     Raises ValueError for a plan of other ranks, rows of K and V that differ, several nodes on a machine without a
     network card, and settings that no buffer could have; RuntimeError if a wait expires.
@@ -83,14 +84,11 @@ def predict_ways(
         )
 
     def run(name: str, way: Way, payload: int, scales: int = 0, *, sums: bool = False) -> Phase:
-        def tell(rows: int, expected: int) -> None:
-            if look is not None:
-                look(name, rows / expected if expected else 0)
-
+        report = partial(on_progress, name) if on_progress else None
         mode = transfers(way, payload, scales)
-        found = mode.dispatch(tell)
+        found = mode.dispatch(report)
         if sums:
-            found = mode.combine(tell)
+            found = mode.combine(report)
         return phase_of(found, mode.rail_rows, mode.peer_rows, is_calibrated=False)
 
     return {
