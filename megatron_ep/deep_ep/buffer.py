@@ -17,8 +17,7 @@ from megatron_ep.deep_ep.instances import Instances
 from megatron_ep.deep_ep.layout import check_ids, counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
 from megatron_ep.deep_ep.ranks import Communicator, ranks_of
-from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
-from megatron_ep.deep_ep.transfers import Rows
+from megatron_ep.deep_ep.transfers import Rows, device_of, row_bytes, tensors_of
 
 DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
 

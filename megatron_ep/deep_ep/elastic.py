@@ -16,8 +16,7 @@ from megatron_ep.deep_ep.elastic_handle import EPHandle, max_rows
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
 from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.ranks import GroupRanks
-from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
-from megatron_ep.deep_ep.transfers import Received, Routes, Rows
+from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes, tensors_of
 from megatron_ep.meeting import nodes
 
 Event = EventHandle | EventOverlap | None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import functools
 
 import torch
 
@@ -41,7 +40,6 @@ class EPHandle:
 
     token_metadata_at_forward = None
     channel_linked_list = None
-    _made: ClassVar[dict[str, Callable[[EPHandle], Any]]] = {}
 
     def __init__(
         self,
@@ -81,61 +79,44 @@ class EPHandle:
             self.routes[is_flat] = self.routes[not is_flat].of_layout(is_flat)
         return self.routes[is_flat]
 
-    def __getattr__(self, name: str) -> Any:
-        make = self._made.get(name)
-        if make is None:
-            raise AttributeError(f"EPHandle has no {name}")
-        value = make(self)
-        setattr(self, name, value)
-        return value
+    @functools.cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        return self._routes.rows_per_expert
 
+    @functools.cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        counts, alignment = self._routes.rows_per_expert, self.expert_alignment
+        aligned = counts + -counts % alignment
+        ends = aligned.cumsum(0, dtype=torch.int32)
+        return ends - aligned + counts if self.do_expand else ends
 
-def _rows_per_expert(handle: EPHandle) -> torch.Tensor:
-    return handle._routes.rows_per_expert
+    @functools.cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        topology = self._routes.group.topology
+        per_local_rank = self._routes.rows_per_rank.view(topology.nodes, topology.ranks_per_node)
+        return per_local_rank.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
+    @functools.cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        routes = self._routes
+        chosen = routes.local_ids >= 0
+        tokens, topk = chosen.shape
+        row = torch.arange(tokens, dtype=torch.int32, device=chosen.device)
+        ends = routes.rows_per_rank.cumsum(0, dtype=torch.int32)
+        # If R is fixed, rows after the last one that arrived have no source; the clamp keeps their index valid.
+        source = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(len(ends) - 1)
+        last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
+        local_rank = source % routes.group.topology.ranks_per_node
+        rows = torch.where(chosen, routes.rank.dst_rows, NONE) if self.do_expand else chosen.int().fill_(NONE)
+        token = source * self.num_max_tokens_per_rank + routes.source_tokens
+        return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
 
-def _ends_of_experts(handle: EPHandle) -> torch.Tensor:
-    counts, alignment = handle._routes.rows_per_expert, handle.expert_alignment
-    aligned = counts + -counts % alignment
-    ends = aligned.cumsum(0, dtype=torch.int32)
-    return ends - aligned + counts if handle.do_expand else ends
-
-
-def _tokens_of_local_ranks(handle: EPHandle) -> torch.Tensor:
-    topology = handle._routes.group.topology
-    per_local_rank = handle._routes.rows_per_rank.view(topology.nodes, topology.ranks_per_node)
-    return per_local_rank.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def _metadata(handle: EPHandle) -> torch.Tensor:
-    routes = handle._routes
-    chosen = routes.local_ids >= 0
-    tokens, topk = chosen.shape
-    row = torch.arange(tokens, dtype=torch.int32, device=chosen.device)
-    ends = routes.rows_per_rank.cumsum(0, dtype=torch.int32)
-    # If R is fixed, rows after the last one that arrived have no source; the clamp keeps their index valid.
-    source = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(len(ends) - 1)
-    last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
-    local_rank = source % routes.group.topology.ranks_per_node
-    rows = torch.where(chosen, routes.rank.dst_rows, NONE) if handle.do_expand else chosen.int().fill_(NONE)
-    token = source * handle.num_max_tokens_per_rank + routes.source_tokens
-    return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
-
-
-def _slots(handle: EPHandle) -> torch.Tensor:
-    world, local_experts = handle._routes.group.topology.world_size, handle._routes.group.num_local_experts
-    ranks = handle.topk_idx.div(local_experts, rounding_mode="floor")
-    goes = torch.stack([(ranks == rank).any(dim=1) for rank in range(world)], dim=1)
-    number = goes.cumsum(0) - 1
-    later = torch.ones(ranks.shape[1], ranks.shape[1], dtype=torch.bool, device=ranks.device).triu(1)
-    again = ((ranks.unsqueeze(2) == ranks.unsqueeze(1)) & later).any(dim=2)
-    return torch.where((ranks < 0) | again, NONE, number.gather(1, ranks.clamp_min(0))).int()
-
-
-EPHandle._made.update(
-    dst_buffer_slot_idx=_slots,
-    num_unaligned_recv_tokens_per_expert=_rows_per_expert,
-    psum_num_recv_tokens_per_expert=_ends_of_experts,
-    psum_num_recv_tokens_per_scaleup_rank=_tokens_of_local_ranks,
-    recv_src_metadata=_metadata,
-)
+    @functools.cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        world, local_experts = self._routes.group.topology.world_size, self._routes.group.num_local_experts
+        ranks = self.topk_idx.div(local_experts, rounding_mode="floor")
+        goes = torch.stack([(ranks == rank).any(dim=1) for rank in range(world)], dim=1)
+        number = goes.cumsum(0) - 1
+        later = torch.ones(ranks.shape[1], ranks.shape[1], dtype=torch.bool, device=ranks.device).triu(1)
+        again = ((ranks.unsqueeze(2) == ranks.unsqueeze(1)) & later).any(dim=2)
+        return torch.where((ranks < 0) | again, NONE, number.gather(1, ranks.clamp_min(0))).int()

@@ -7,8 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_ep.deep_ep.rows import tensors_of
-from megatron_ep.deep_ep.transfers import Rows
+from megatron_ep.deep_ep.transfers import Rows, tensors_of
 from megatron_ep.deep_ep.utils.envs import get_global_seed
 
 PRIME = 131071
