@@ -1,4 +1,4 @@
-"""The report of `megatron-ep check --network` about a network: a table, a picture, and faults."""
+"""The report of `megatron-ep check --network` about a network: a table and faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from statistics import median
 SLOW = 0.3  # share of the median rate below which a link is slow
 LOSSY = 5e-3  # share of lost packets above which a link is lossy
 MODEST = 1.25e8  # bytes per second below which the report remarks on a link, even if all are equal
-SHADES = " ░▒▓█"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
 def render(
     machines: Sequence[str], findings: Findings, usual: float | None = None, *, judges: bool = True
 ) -> tuple[str, list[str]]:
-    """Returns the table and the picture of a network, and a line for each fault.
+    """Returns the table of a network, and a line for each fault.
 
     usual: expected bytes per second of a link; None: the median of these. judges: whether slow or lossy links are
     faults.
@@ -82,7 +81,6 @@ def render(
             f"{there.latency_p99 * 1e6:6.0f}  {_gbit(there.alone):>12} {_gbit(back.alone):>6}  "
             f"{_gbit(min(there.both, back.both)):>10}  {again:>10}"
         )
-    lines += ["", *_picture(machines, rates)]
     if findings.load:
         lines += ["", f"all to all: each machine sends {_gbit(findings.load)} Gbit/s; contents and order are right"]
     if (slowest := min(rates.values())) < MODEST:
@@ -92,21 +90,6 @@ def render(
 
 def _gbit(rate: float) -> str:
     return f"{rate * 8e-9:.3g}"
-
-
-def _picture(machines: Sequence[str], rates: dict[tuple[int, int], float]) -> list[str]:
-    """Returns a picture with a row per sending and a column per receiving machine. Darker is faster."""
-    fastest = max(rates.values(), default=1.0)
-    width = max(map(len, machines))
-    lines = [f"Gbit/s from a row's machine to a column's, {SHADES[-1]} is {_gbit(fastest)}"]
-    for row, name in enumerate(machines):
-        cells = ""
-        for column in range(len(machines)):
-            rate = rates.get((row, column))
-            cells += " ·" if rate is None else " " + SHADES[max(1, round(rate / fastest * (len(SHADES) - 1)))]
-        slowest = min((rate for (sender, _), rate in rates.items() if sender == row), default=0.0)
-        lines.append(f"{name:<{width}} {cells}   {_gbit(slowest)} at least")
-    return lines
 
 
 def _slow(
