@@ -55,7 +55,7 @@ std::unique_ptr<LowLatencyLauncher> p2p_low_latency(const RankLauncher& launcher
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-    bind_catch_up(m);
+    bind_run_deferred(m);
     py::class_<DeviceMemory>(m, "DeviceMemory",
                              "Memory of a GPU that holds the symmetric heap of one rank.")
         .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"),

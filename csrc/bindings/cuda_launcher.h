@@ -4,16 +4,16 @@
 #include <utility>
 
 #include "bindings/launcher.h"
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "core/notify_args.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/low_latency.h"
 
 namespace ep {
 
-// Binds catch_up in each extension module, because each has its own list of deferred releases.
-inline void bind_catch_up(pybind11::module_& m) {
-    m.def("catch_up", &catch_up, pybind11::call_guard<pybind11::gil_scoped_release>(),
+// Binds run_deferred in each extension module, because each has its own list of deferred releases.
+inline void bind_run_deferred(pybind11::module_& m) {
+    m.def("run_deferred", &run_deferred, pybind11::call_guard<pybind11::gil_scoped_release>(),
           "Gives back what belonged to objects that are gone, which call no CUDA when they go. "
           "Waits for the GPU if there is anything.");
 }

@@ -152,7 +152,7 @@ class CudaBackend(OfGroup):
         super().reset()
         self._is_counting = False
 
-    def put_off(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         gpu.defer(work)
 
     @staticmethod
@@ -172,7 +172,7 @@ class CudaBackend(OfGroup):
         """Closes the backend. Launches that CUDA graphs may replay are kept as long as the graphs, but then only fill
         their outputs with NaN, because other ranks and their memory may be gone."""
         if self.is_capturing():
-            self.put_off(self.close)
+            self.defer(self.close)
             return
         _forget_graphs_that_are_gone()
         self.group.watch = None  # breaks a reference cycle through the extension, which the collector does not see

@@ -185,7 +185,7 @@ class DistributedRankGroup(RankGroup):
             raise lost or error from failure
         finally:
             for part in parts:
-                part.let_go()
+                part.release()
             del backend  # this may be the last reference, without which its memory can be freed
             give_back()
             _C.release_pooled_memory()

@@ -108,7 +108,7 @@ class HostBackend(OfGroup):
         if self._is_in_call():
             raise RuntimeError("the buffer is in use by another thread")
 
-    def put_off(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         work()
 
     @staticmethod

@@ -37,7 +37,7 @@ class Part(HasMemory, Protocol):
 
     def reset(self) -> None: ...
 
-    def let_go(self) -> None: ...  # frees the launches and their device memory after the last use
+    def release(self) -> None: ...  # frees the launches and their device memory after the last use
 
 
 class Backend(HasMemory, Protocol):
@@ -167,7 +167,7 @@ class Backend(HasMemory, Protocol):
 
     def reset(self) -> None: ...
 
-    def put_off(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         """Defers what a finalizer must not do to a later call, because on a GPU it could end a graph capture."""
         ...
 

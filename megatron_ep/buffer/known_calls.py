@@ -10,24 +10,24 @@ import torch
 MAX_KNOWN = 256
 
 
-def looks_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
+def key_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
     """Returns the cache key of arguments: calls with equal keys pass or fail the same checks, except those of values.
 
     settings: arguments other than tensors; their types are part of the key, because True == 1. tensors: tensors, lists
         of tensors, None, or invalid values in their place.
     """
-    looks: list[Hashable] = [settings, *map(type, settings)]
+    key: list[Hashable] = [settings, *map(type, settings)]
     for value in tensors:
         if value is None:  # isinstance of torch.Tensor takes as long as a tensor's key
-            looks.append(None)
+            key.append(None)
         elif isinstance(value, torch.Tensor):
             # There is no is_conj: only complex tensors can be conjugated.
-            looks += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
+            key += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
         elif isinstance(value, (list, tuple)):
-            looks.append(looks_of((), *value))
+            key.append(key_of((), *value))
         else:
-            looks.append(value.__class__)
-    return tuple(looks)
+            key.append(value.__class__)
+    return tuple(key)
 
 
 class KnownCalls:
@@ -36,14 +36,14 @@ class KnownCalls:
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
-    def get(self, looks: Hashable) -> Any:
+    def get(self, key: Hashable) -> Any:
         """Returns what was added for these arguments; None if nothing was."""
         try:
-            return self._known.get(looks)
+            return self._known.get(key)
         except TypeError:  # an argument without a hash is invalid
             return None
 
-    def add(self, looks: Hashable, what: Any) -> None:
+    def add(self, key: Hashable, what: Any) -> None:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[looks] = what
+        self._known[key] = what

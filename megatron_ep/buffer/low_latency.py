@@ -82,7 +82,7 @@ class LowLatencyRanks:
     def reset(self) -> None:
         self.group.reset()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         del self.group, self._backend
         self.memories.clear()
         self.network_memory = None

@@ -193,7 +193,7 @@ class RankGroup(OfOneProcess):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.is_open and not is_finalizing():  # at exit modules may be gone, and `failures` has reported already
             self._is_left = True
-            self.live_backend().put_off(self._end)
+            self.live_backend().defer(self._end)
 
     def _end(self) -> None:
         if self._process != os.getpid():

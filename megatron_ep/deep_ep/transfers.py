@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
-from megatron_ep.buffer.known_calls import looks_of
+from megatron_ep.buffer.known_calls import key_of
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.normal import api, launches
@@ -184,13 +184,13 @@ def dispatch_rows(
     with group.abort_peers_on_error():
         group.check_usable()
         values, scales = _parts(x)
-        looks = looks_of(("deep_ep dispatch",), values, scales, ids, weights)
-        if not group.known_calls.get(looks):
+        key = key_of(("deep_ep dispatch",), values, scales, ids, weights)
+        if not group.known_calls.get(key):
             api.as_list("topk_idx", ids, group)
             api.check_ids([ids])
             _check_rows(group, values, scales, len(ids))
             _check_weights(group, weights, tuple(ids.shape))
-            group.known_calls.add(looks, True)
+            group.known_calls.add(key, True)
         if 0 < max_tokens < len(ids):
             raise ValueError(
                 f"num_max_tokens_per_rank is {max_tokens}, must be at least the {len(ids)} tokens of topk_idx"
@@ -220,11 +220,11 @@ def dispatch_again(
     with group.abort_peers_on_error():
         group.check_usable()
         values, scales = _parts(x)
-        looks = looks_of(("deep_ep dispatch again", routes.handle.looks), values, scales, weights)
-        if not group.known_calls.get(looks):
+        key = key_of(("deep_ep dispatch again", routes.handle.cache_key), values, scales, weights)
+        if not group.known_calls.get(key):
             _check_rows(group, values, scales, routes.num_tokens)
             _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
-            group.known_calls.add(looks, True)
+            group.known_calls.add(key, True)
         return _launch(routes.handle, values, scales, weights, all_weights)
 
 
@@ -247,10 +247,10 @@ def combine(
     group = routes.group
     with group.abort_peers_on_error():
         group.check_usable()
-        looks = looks_of(("deep_ep combine", routes.handle.looks), x, weights, *biases)
-        if not group.known_calls.get(looks):
+        key = key_of(("deep_ep combine", routes.handle.cache_key), x, weights, *biases)
+        if not group.known_calls.get(key):
             _check_combine(routes, x, weights, biases)
-            group.known_calls.add(looks, True)
+            group.known_calls.add(key, True)
         dtype = x.dtype
         if rounds_once and dtype.itemsize < torch.float32.itemsize:
             x, biases = x.float(), [bias.float() for bias in biases]

@@ -96,8 +96,8 @@ def run_deferred() -> None:
         del work  # frees what it refers to before the modules catch up
     for name in MODULES:
         module: Any = sys.modules.get(name)
-        if hasattr(module, "catch_up"):
-            module.catch_up()
+        if hasattr(module, "run_deferred"):
+            module.run_deferred()
 
 
 def prepare_to_allocate() -> None:

@@ -231,7 +231,7 @@ class LowLatency(MaskedRanks):
         calls.in_flight["combine"].check()
         has_more = out is not None or recv_wait_ns is not None or return_recv_hook or renormalize is not False
         if not has_more and calls.plans_calls and isinstance(handle, LowLatencyHandle) and handle.calls is calls:
-            how = (sum_at, handle.looks)
+            how = (sum_at, handle.cache_key)
             signature = self._checks.signature("combine", how, x, topk_weights, row_weights)
             plan = None if signature is None else self._checks.known(signature)
             backend = group._backend

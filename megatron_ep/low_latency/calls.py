@@ -145,8 +145,8 @@ class LowLatencyCalls:
     def network_memory(self) -> Any:
         return self.ranks.network_memory
 
-    def let_go(self) -> None:
-        self.ranks.let_go()
+    def release(self) -> None:
+        self.ranks.release()
 
     def reset(self) -> None:
         self.resets += 1

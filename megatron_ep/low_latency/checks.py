@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.known_calls import KnownCalls, looks_of
+from megatron_ep.buffer.known_calls import KnownCalls, key_of
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.low_latency.calls import LowLatencyCalls
@@ -71,17 +71,17 @@ class Checks:
         """Returns checked arguments, x, and topk_weights, one tensor per rank of this process. tensors, settings: see
         `_plan_dispatch`."""
         x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
-        looks = looks_of(settings, *tensors)
+        key = key_of(settings, *tensors)
         plan: DispatchPlan | None
-        plan, is_as_taken = self._plans.get(looks) or (None, False)
+        plan, is_as_taken = self._plans.get(key) or (None, False)
         if not is_as_taken:
             x, topk_idx, scales = as_taken(x), as_taken(topk_idx), as_taken(scales)
             topk_weights = as_taken(topk_weights, torch.float32)
             tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
             if plan is None:
                 plan = self._plan_dispatch(*tensors, *settings)
-                is_as_taken = looks == looks_of(settings, *tensors)
-                self._plans.add(looks, (plan, is_as_taken))
+                is_as_taken = key == key_of(settings, *tensors)
+                self._plans.add(key, (plan, is_as_taken))
                 if signature is not None and is_as_taken:
                     self._plans.add(signature, plan)
         assert plan is not None
@@ -98,18 +98,18 @@ class Checks:
     def signature(self, kind: str, how: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
         """The key of the plan of a call of one rank whose tensors are used as they are and need no gradient; None of
         others. how: what else the plan depends on; types are part of it, for True is 1."""
-        looks: list[Any] = [kind, how, *map(type, how)]
+        key: list[Any] = [kind, how, *map(type, how)]
         try:
             for tensor in tensors:
                 if tensor is None:
-                    looks.append(None)
+                    key.append(None)
                     continue
                 if not tensor.is_contiguous() or tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
                     return None
-                looks += (tensor.__class__, tensor.dtype, tensor.shape, tensor.device)
+                key += (tensor.__class__, tensor.dtype, tensor.shape, tensor.device)
         except AttributeError:  # a list of tensors, or what is none
             return None
-        return tuple(looks)
+        return tuple(key)
 
     def known(self, signature: tuple[Any, ...]) -> Any:
         """The plan of calls with this signature, once one of them was right."""
@@ -186,17 +186,17 @@ class Checks:
         [L, W * max_tokens, ...] or [R, ...]. tensors, settings: see `_plan_combine`."""
         x, weights, out, recv_wait_ns = tensors
         sum_at, renormalize = settings
-        how = (sum_at, renormalize, handle.looks)
-        looks = looks_of(how, *tensors)
+        how = (sum_at, renormalize, handle.cache_key)
+        key = key_of(how, *tensors)
         plan: CombinePlan | None
-        plan, is_as_taken = self._plans.get(looks) or (None, False)
+        plan, is_as_taken = self._plans.get(key) or (None, False)
         if not is_as_taken:
             x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
             tensors = (x, weights, out, recv_wait_ns)
             if plan is None:
                 plan = self._plan_combine(handle, *tensors, *settings)
-                is_as_taken = looks == looks_of(how, *tensors)
-                self._plans.add(looks, (plan, is_as_taken))
+                is_as_taken = key == key_of(how, *tensors)
+                self._plans.add(key, (plan, is_as_taken))
                 if signature is not None and is_as_taken:
                     self._plans.add(signature, plan)
         assert plan is not None

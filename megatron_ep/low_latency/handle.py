@@ -50,9 +50,9 @@ class LowLatencyHandle(OfOneProcess):
         return self.plan.masked
 
     @property
-    def looks(self) -> tuple[object, ...]:
+    def cache_key(self) -> tuple[object, ...]:
         """The cache key of arguments: handles with equal keys fit the same rows."""
-        return self.plan.looks
+        return self.plan.cache_key
 
     @property
     def group(self) -> RankGroup:

@@ -39,7 +39,7 @@ class DispatchPlan:
     call: _C.Call
 
     @functools.cached_property
-    def looks(self) -> tuple[object, ...]:
+    def cache_key(self) -> tuple[object, ...]:
         """The cache key of arguments: dispatches with equal keys fit the same rows."""
         return (self.topk, self.masked, self.rows, self.num_tokens)
 

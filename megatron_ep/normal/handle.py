@@ -195,7 +195,7 @@ class Handle(OfOneProcess):
         return f"Handle({'flat' if self.is_flat else 'grouped'}, K = {self.topk}{sizes})"
 
     @property
-    def looks(self) -> tuple[object, ...]:
+    def cache_key(self) -> tuple[object, ...]:
         """The cache key of arguments: handles with equal keys fit the same tensors."""
         return (self.topk, self.is_flat, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
 

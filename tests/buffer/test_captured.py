@@ -106,7 +106,9 @@ def test_while_a_graph_is_captured_nothing_ends(capturing, how):
     backend = make(group)
     launch(backend)
     kept = weakref.ref(backend)
-    with mock.patch.dict("sys.modules", {name: mock.Mock(catch_up=lambda: modules.append(1)) for name in gpu.MODULES}):
+    with mock.patch.dict(
+        "sys.modules", {name: mock.Mock(run_deferred=lambda: modules.append(1)) for name in gpu.MODULES}
+    ):
         close(backend, how)
         gpu.run_deferred()
         assert group.done == modules == [] and kept() is not None

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "expect.h"
 #include "launch/queue/queue_heap.cu"  // which has no kernel
 #include "send_queue.h"
@@ -85,7 +85,7 @@ void test_a_gpu_posts(const std::string& file) {
             b.nic.stop(std::chrono::seconds(1));
         }
     }
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.registered.empty());
 }
 
@@ -111,7 +111,7 @@ void test_the_bell_is_where_the_gpu_has_it(const std::string& file) {
             }
         }
     }
-    ep::catch_up();
+    ep::run_deferred();
 }
 
 void test_destructors_call_no_cuda(const std::string& file) {
@@ -124,7 +124,7 @@ void test_destructors_call_no_cuda(const std::string& file) {
         calls = fake_cuda.calls;
     }
     EXPECT(fake_cuda.calls == calls && !fake_cuda.registered.empty());
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.registered.empty() && fake_cuda.live.empty());
 }
 
@@ -143,12 +143,12 @@ void test_what_cuda_refuses_is_said(const std::string& file) {
         Rank a(0, file), b(1, file);
         EXPECT(said([&] { join(a, b); }).find("PeerMappingOverride=1") != std::string::npos);
     }
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(said([&] { ep::try_card(card_of(file), 0); }).find("the bell of a network card") == 0);
     EXPECT(fake_cuda.registered.empty());
     fake_cuda.refuses_registers = false;
     ep::try_card(card_of(file), 0);
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.registered.empty() && fake_cuda.live.empty());
 }
 

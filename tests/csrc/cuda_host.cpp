@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "expect.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
@@ -24,7 +24,7 @@ using Group = ep::CudaGroup<ep::P2pFabricParams>;
 const ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
 
 void start() {
-    ep::catch_up();  // with the test before
+    ep::run_deferred();  // with the test before
     fake_cuda = {};
 }
 
@@ -42,7 +42,7 @@ void test_a_group_gives_back_what_it_has() {
     std::string heap = zeros;
     start();
     use_group(heap.data());
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.live.empty());
     int calls = 0;
     for (bool failed = true; failed; ++calls) {
@@ -54,7 +54,7 @@ void test_a_group_gives_back_what_it_has() {
         } catch (const std::runtime_error&) {
         }
         fake_cuda.fails_in = -1;
-        ep::catch_up();
+        ep::run_deferred();
         EXPECT(fake_cuda.live.empty());
     }
     EXPECT(calls > 10);
@@ -78,11 +78,11 @@ void test_destructors_call_no_cuda() {
     lent.reset();
     own.reset();
     EXPECT(fake_cuda.calls == calls && fake_cuda.live.size() == live);
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.is_idle);
     EXPECT(fake_cuda.live.size() == 1);  // which others may have mapped
     const int caught_up = fake_cuda.calls;
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.calls == caught_up);
 }
 
@@ -225,7 +225,7 @@ void test_the_current_device_is_left_alone() {
         auto memory = ep::DeviceMemory::create(1, 64, "");
         auto other = ep::DeviceMemory::open(1, memory.handle(), 64);
     }
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.switches == 0);
     EXPECT(fake_cuda.contexts == std::set<int>{1});
 }
@@ -297,7 +297,7 @@ void test_memory_is_left_to_the_same_processes() {
     EXPECT(left("1 2") != ours);
     const size_t live = fake_cuda.live.size();
     ep::DeviceMemory::create(0, 256, "1 2");  // which nobody mapped
-    ep::catch_up();
+    ep::run_deferred();
     EXPECT(fake_cuda.live.size() == live);
 }
 

@@ -15,7 +15,7 @@ WITH_CUDA = {
     "QueueHeap",
     "queue_group",
     "queue_low_latency",
-    "catch_up",
+    "run_deferred",
     "dequantize_cuda",
     "has_native_atomics",
     "nic_of_gpu",

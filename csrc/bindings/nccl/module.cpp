@@ -69,7 +69,7 @@ PYBIND11_MODULE(_nccl, m) {
     m.doc() =
         "The CUDA backend over NCCL's device API. Its library must have been loaded before: see "
         "megatron_ep.fabrics.choice.";
-    bind_catch_up(m);
+    bind_run_deferred(m);
     m.attr("BUILT_FOR") = NCCL_VERSION_CODE;
     m.def("library_version", &NcclHeap::library_version,
           "Of the library that was loaded, as BUILT_FOR is written.");

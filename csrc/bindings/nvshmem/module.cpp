@@ -41,7 +41,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.doc() =
         "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
         "megatron_ep.fabrics.choice.";
-    bind_catch_up(m);
+    bind_run_deferred(m);
     m.attr("BUILT_FOR") = py::make_tuple(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                          NVSHMEM_VENDOR_PATCH_VERSION);
     m.def(

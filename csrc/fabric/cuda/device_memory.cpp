@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "core/cuda/runtime.h"
 
 namespace ep {
@@ -119,10 +119,10 @@ DeviceMemory::~DeviceMemory() {
         spare().emplace(Kind(device_, bytes_, group_), data_);
         return;
     }
-    put_off({device_,
-             is_mapped_ ? [](void* data) { cudaIpcCloseMemHandle(data); }
-                        : [](void* data) { cudaFree(data); },
-             data_});
+    defer({device_,
+           is_mapped_ ? [](void* data) { cudaIpcCloseMemHandle(data); }
+                      : [](void* data) { cudaFree(data); },
+           data_});
 }
 
 std::string DeviceMemory::handle() {

@@ -2,12 +2,12 @@
 
 #include <cuda_runtime.h>
 
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "core/cuda/runtime.h"
 
 namespace ep {
 
-void Release::operator()(void* what) const { put_off({device, release, what}); }
+void Release::operator()(void* what) const { defer({device, release, what}); }
 
 Resource<void> device_memory(int device, size_t bytes) {
     const DeviceGuard guard(device);

@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// Releases a resource of a GPU later, whatever device is current: see core/cuda/put_off.h.
+// Releases a resource of a GPU later, whatever device is current: see core/cuda/deferred_release.h.
 struct Release {
     int device;
     void (*release)(void*);

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 #include "core/cuda/runtime.h"
 #include "launch/cuda/mapped_pages.h"
 #include "launch/queue/queue_heap.h"
@@ -59,9 +59,9 @@ QueueHeap::~QueueHeap() {
     nic_.close(port_);
     if (!cards_) return;
     // Kernels may still use the queue pairs' memory, which the GPU maps, so they go later.
-    put_off({device_,
-             [](void* port) { delete static_cast<std::shared_ptr<SoftwareNic::Port>*>(port); },
-             new std::shared_ptr<SoftwareNic::Port>(std::move(port_))});
+    defer({device_,
+           [](void* port) { delete static_cast<std::shared_ptr<SoftwareNic::Port>*>(port); },
+           new std::shared_ptr<SoftwareNic::Port>(std::move(port_))});
 }
 
 QueueFabricParams QueueHeap::fabric(const std::vector<char*>& node) const {

@@ -1,4 +1,4 @@
-#include "core/cuda/put_off.h"
+#include "core/cuda/deferred_release.h"
 
 #include <cuda_runtime.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 struct List {
     std::mutex mutex;
-    std::vector<PutOff> releases;
+    std::vector<DeferredRelease> releases;
 };
 
 List& list() {
@@ -24,13 +24,13 @@ List& list() {
 
 }  // namespace
 
-void put_off(const PutOff& release) noexcept {
+void defer(const DeferredRelease& release) noexcept {
     const std::lock_guard lock(list().mutex);
     list().releases.push_back(release);
 }
 
-void catch_up() {
-    std::vector<PutOff> due;
+void run_deferred() {
+    std::vector<DeferredRelease> due;
     {
         const std::lock_guard lock(list().mutex);
         due.swap(list().releases);
