@@ -161,11 +161,6 @@ def test_rings_are_deep_enough_for_either_order_of_a_card(h200):
         assert phase.us <= 1.15 * in_turns[name].us, name
 
 
-def test_a_wait_that_expires_is_an_error(h200):
-    with pytest.raises(RuntimeError, match=r"the simulation ended with timeout of rank [01]"):
-        predict(case(2, 1, 256, timeout=1e-7), h200)
-
-
 @given(
     nodes=st.integers(1, 4),
     ranks=st.integers(1, 4),

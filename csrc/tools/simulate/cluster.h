@@ -88,7 +88,6 @@ struct VirtualCluster {
     RowSize row;
     bool rows_have_bytes = true;  // else rows only take time, and are not read
     bool sums_rows = false;       // else a sum is a copy of its first row
-    double timeout = kNever;
     uint64_t call = 0;
     uint64_t rows_moved = 0;  // copies and sums so far
 

@@ -63,7 +63,6 @@ struct VirtualLowLatency::State {
                   s.seed),
           cards(cluster),
           shares(ranks) {
-        cluster.timeout = s.timeout;
         cluster.rows_have_bytes = false;
         constexpr int kNoLimit = 1 << 30;  // time is charged by the bytes of the row itself
         cluster.row = {kNoLimit, 0, kNoLimit, 0, 0};

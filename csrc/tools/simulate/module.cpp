@@ -136,7 +136,6 @@ void set_case(VirtualCase& c, const py::dict& settings) {
     set(c.num_tokens, settings, "num_tokens");
     set(c.num_sms, settings, "num_sms");
     set(c.maps_rail, settings, "maps_rail");
-    set(c.timeout, settings, "timeout");
     set(c.seed, settings, "seed");
 }
 

@@ -44,7 +44,6 @@ struct VirtualCase {
     int num_experts, topk, num_tokens;
     int num_sms;
     bool maps_rail = false;  // nodes reach each other's memory
-    double timeout = 10e9;   // ns
     uint64_t seed = 0;  // puts simultaneous events in a random order; 0: in the order of requests
 
     int ranks() const { return simulated_nodes * topology.ranks_per_node; }

@@ -65,9 +65,7 @@ struct VirtualTransfers::State {
           cluster(machine, heaps_in(memory.data(), images.heap.bytes(), ranks), images.heap.bytes(),
                   s.seed),
           cards(cluster),
-          shares(ranks) {
-        cluster.timeout = s.timeout;
-    }
+          shares(ranks) {}
 
     // Sets the format and the real sizes of the rows that the next phase moves.
     void takes_rows(const RowFormat& format, double payload_bytes, double scale_bytes,

@@ -14,7 +14,6 @@ from megatron_ep.config import (
     MAX_TOPK,
     Config,
     Topology,
-    is_number,
     require_int,
 )
 from megatron_ep.normal.plan import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
@@ -40,7 +39,6 @@ class Case:
     maps_rail: whether nodes map each other's memory, like nodes of one NVLink domain, and use no network cards.
     seed: seed of the experts that tokens choose.
     order_seed: seed of the order of simultaneous events; 0: the order of their announcement.
-    timeout: limit of a wait in seconds of virtual time.
     """
 
     topology: Topology
@@ -56,7 +54,6 @@ class Case:
     maps_rail: bool = False
     seed: int = 0
     order_seed: int = 0
-    timeout: float = 10.0
 
     def __post_init__(self) -> None:
         self.config.check_ranks(self.topology)
@@ -87,8 +84,6 @@ class Case:
             topk=self.topk,
             num_experts=self.config.num_experts,
         )
-        if not is_number(self.timeout) or not 0 < self.timeout <= 1e6:
-            raise ValueError(f"timeout is {self.timeout!r}, must be a number of seconds in (0, 1e6]")
         require_int("num_sms", self.num_sms, 1, 1 << 10)
 
     @property
@@ -148,7 +143,6 @@ class Case:
             "num_tokens": self.num_tokens,
             "num_sms": self.num_sms,
             "maps_rail": self.maps_rail,
-            "timeout": 1e9 * self.timeout,
             "seed": self.order_seed,
             **of_mode,
         }

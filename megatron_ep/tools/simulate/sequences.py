@@ -19,7 +19,6 @@ from megatron_ep.tools.simulate.predict import OnProgress, Phase, phase_of
 # output's.
 Q, K_AND_V, OUT, K_GRADIENT = "Q", "K and V", "output", "gradient of K"
 WAYS = (Q, K_AND_V, OUT, K_GRADIENT)
-TIMEOUT_S = 10.0  # limit of a wait in virtual time, which none reaches
 
 
 def predict_ways(
@@ -75,7 +74,6 @@ def predict_ways(
                 "num_tokens": int(tokens.max()),
                 "num_sms": num_sms,
                 "maps_rail": False,
-                "timeout": 1e9 * TIMEOUT_S,
                 "seed": 0,
                 "permutes_apart": False,
                 "sums_apart": False,
