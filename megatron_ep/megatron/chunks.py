@@ -37,8 +37,20 @@ def enable(layer: MoELayer, config: TransformerConfig) -> None:
     if number == 1 and not delays:
         return
     what = f"{DELAYS} is True" if number == 1 else f"moe_chunks is {number}"
-    for name, why in _refused(layer, config, number).items():
-        raise ValueError(f"{what} with {name}, {why}: give one of the two")
+    steps = ("forward", "dispatch", "combine")
+    for name, is_set in {
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "moe_pad_expert_input_to_capacity": config.moe_pad_expert_input_to_capacity,
+        "moe_shared_expert_overlap": layer.shared_experts is not None and layer.shared_expert_overlap,
+        "moe_expert_rank_capacity_factor": layer.token_dispatcher.options.moe_expert_rank_capacity_factor is not None,
+        "a CUDA graph that holds the experts (cuda_graph_impl)": _has_graphed_experts(config),
+        "delayed fp8 scaling (fp8_recipe)": number > 1 and config.fp8 and config.fp8_recipe == "delayed",
+        f"a {type(layer).__name__} that is not Megatron's": any(
+            getattr(type(layer), step) is not getattr(MoELayer, step) for step in steps
+        ),
+    }.items():
+        if is_set:
+            raise ValueError(f"{what} with {name}: give one of the two")
     if number > 1 and not config.gradient_accumulation_fusion and config.params_dtype.itemsize < 4:
         warnings.warn(
             f"{what} without gradient_accumulation_fusion: the chunks' gradients of weights are added in "
@@ -50,42 +62,11 @@ def enable(layer: MoELayer, config: TransformerConfig) -> None:
     layer.routed_experts_compute = chunks.routed_experts_compute
 
 
-def _refused(layer: MoELayer, config: TransformerConfig, number: int) -> dict[str, str]:
-    """Returns the settings that a layer with chunks must not have, and why."""
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    held = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
+def _has_graphed_experts(config: TransformerConfig) -> bool:
+    held = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()  # (): all
     outside = {"attn", "mlp", "mamba", "moe_router", "moe_preprocess"}
-    holds_experts = graphs != "none" and not (held and {getattr(part, "name", part) for part in held} <= outside)
-    found = {
-        "overlap_moe_expert_parallel_comm": (
-            config.overlap_moe_expert_parallel_comm,
-            "whose schedule runs the layer's steps one by one",
-        ),
-        "moe_pad_expert_input_to_capacity": (
-            config.moe_pad_expert_input_to_capacity,
-            "which would pad each chunk to the whole capacity",
-        ),
-        "moe_shared_expert_overlap": (
-            layer.shared_experts is not None and layer.shared_expert_overlap,
-            "which overlaps shared experts with the same calls",
-        ),
-        "moe_expert_rank_capacity_factor": (
-            layer.token_dispatcher.options.moe_expert_rank_capacity_factor is not None,
-            "whose rows are those of all tokens",
-        ),
-        f"cuda_graph_impl={graphs!r}": (holds_experts, "whose graphs hold the experts"),
-        "fp8_recipe='delayed'": (
-            number > 1 and bool(config.fp8) and config.fp8_recipe == "delayed",
-            "which would count each chunk as a step",
-        ),
-        f"a {type(layer).__name__}": (
-            any(
-                getattr(type(layer), name) is not getattr(MoELayer, name) for name in ("forward", "dispatch", "combine")
-            ),
-            "whose steps are not those of Megatron's MoELayer",
-        ),
-    }
-    return {name: why for name, (is_set, why) in found.items() if is_set}
+    is_partial = bool(held) and {getattr(part, "name", part) for part in held} <= outside
+    return getattr(config, "cuda_graph_impl", "none") != "none" and not is_partial
 
 
 class Chunks:

@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 import megatron_ep as ep
 from megatron_ep.megatron import chunks
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config
+from megatron_ep.megatron.layer import EPMoELayer
 from megatron_ep.megatron.options import Options
 from megatron_ep.megatron.router import fused_router
 from megatron_ep.normal import autograd
@@ -347,24 +348,24 @@ def _refuses(fields, settings, match):
         (
             {"moe_pad_expert_input_to_capacity": True},
             {},
-            "moe_chunks is 2 with moe_pad_expert_input_to_capacity, which",
+            "moe_chunks is 2 with moe_pad_expert_input_to_capacity: give",
         ),
-        ({}, {"moe_expert_rank_capacity_factor": 2.0}, "moe_chunks is 2 with moe_expert_rank_capacity_factor, whose"),
+        ({}, {"moe_expert_rank_capacity_factor": 2.0}, "moe_chunks is 2 with moe_expert_rank_capacity_factor: give"),
         (
             {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
             {},
-            "moe_chunks is 2 with moe_shared_expert_overlap, which",
+            "moe_chunks is 2 with moe_shared_expert_overlap: give",
         ),
         (
             {"cuda_graph_impl": "local", "cuda_graph_scope": []},
             {},
-            "moe_chunks is 2 with cuda_graph_impl='local', whose",
+            "moe_chunks is 2 with a CUDA graph that holds the experts",
         ),
-        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, {}, "moe_chunks is 2 with fp8_recipe='delayed', which"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, {}, "moe_chunks is 2 with delayed fp8 scaling"),
         (
             {chunks.DELAYS: True, "moe_pad_expert_input_to_capacity": True},
             {"moe_chunks": 1},
-            f"{chunks.DELAYS} is True with moe_pad_expert_input_to_capacity, which",
+            f"{chunks.DELAYS} is True with moe_pad_expert_input_to_capacity: give",
         ),
     ],
 )
@@ -388,6 +389,28 @@ def _overlap_is_refused():
 
 def test_1f1b_overlap_is_refused(four_ranks):
     four_ranks.run(_overlap_is_refused)
+
+
+def _own_layer_is_refused():
+    join_layout(1, W)
+    with (
+        configured(moe_chunks=2),
+        mock.patch.object(EPMoELayer, "combine", lambda layer, output: output),
+        pytest.raises(ValueError, match="moe_chunks is 2 with a EPMoELayer that is not Megatron's: give one"),
+    ):
+        make_layer(make_config())
+
+
+def test_a_layer_with_other_steps_is_refused(four_ranks):
+    four_ranks.run(_own_layer_is_refused)
+
+
+@pytest.mark.parametrize(("held", "wrong"), [(["moe_router", "attn"], False), (["moe"], True), ([], True)])
+def test_graphs_that_hold_the_experts(held, wrong):
+    config = mock.Mock(cuda_graph_impl="transformer_engine", cuda_graph_modules=held, cuda_graph_scope=None)
+    assert chunks._has_graphed_experts(config) is wrong
+    config.cuda_graph_impl = "none"
+    assert not chunks._has_graphed_experts(config)
 
 
 def _warns():
