@@ -1,6 +1,12 @@
 """Recipes of Megatron-Bridge with our dispatcher: two steps of training, whose losses and parameters are those of
 Megatron's own."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -11,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from ports import free_port
 
 from megatron_ep.megatron import plugin, shared_buffers, spec
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
@@ -91,3 +98,32 @@ def _same_training(name, model):
 @pytest.mark.parametrize("model", [{}, FULL], ids=["as given", "full recompute"])
 def test_a_recipe_trains_as_with_megatrons_dispatcher(ranks, name, model):
     ranks.run(_same_training, name, model)
+
+
+def _pretrained(name, dispatcher):
+    """Loss and gradient norm of each step, as Bridge logs them, and the log."""
+    program = [str(Path(megatron_bridge.__file__).with_name("bridge_pretrain.py")), name, dispatcher, "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--master-port",
+        str(free_port()),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([*command, *program], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    steps = re.findall(r"iteration +\d+/ +3 .*lm loss: (\S+) .*grad norm: (\S+)", run.stdout)
+    return torch.tensor([[float(number) for number in step] for step in steps]), run.stdout
+
+
+@pytest.mark.parametrize("name", megatron_bridge.RECIPES)
+def test_bridges_own_pretrain_logs_the_same_losses(name):
+    expected, log = _pretrained(name, "alltoall")
+    assert expected.shape == (3, 2) and "MoE layer" not in log
+    actual, log = _pretrained(name, "ep")
+    assert re.search(r"megatron_ep: \d MoE layers? dispatch over 4 ranks", log)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=0)  # norms are logged with three digits
+    torch.testing.assert_close(actual[:, 0], expected[:, 0], rtol=1e-5, atol=0)
