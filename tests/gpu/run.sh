@@ -110,7 +110,7 @@ fi
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
     step train 90 "$PYTHON" -m megatron_ep.cli.main train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"
-    step layer_graph 120 bash -c 'test_with tests/gpu/test_gpu_layer_graph.py'
+    step layer_graph 120 bash -c 'test_with tests/gpu/test_gpu_layer_graph.py tests/gpu/test_gpu_chunks.py'
     step fp8_experts 120 bash -c 'test_with tests/gpu/test_gpu_fp8_experts.py'
     step sequences_te 120 bash -c 'test_with tests/gpu/test_gpu_sequences_te.py'
     step train_tests 200 bash -c 'test_with tests/gpu/test_gpu_train.py'
