@@ -57,6 +57,11 @@ def enable(layer: MoELayer, config: TransformerConfig) -> None:
             f"{config.params_dtype}, which rounds once more",
             stacklevel=2,
         )
+    for module in layer.experts.modules() if number > 1 else ():
+        if hasattr(module, "disable_parameter_transpose_cache"):
+            # Otherwise Transformer Engine overwrites main_grad in the backward pass of the first forward pass of a
+            # step, which is that of the first chunk and comes last.
+            module.disable_parameter_transpose_cache = True
     chunks = Chunks(layer, number, delays)
     layer.dispatch, layer.combine = chunks.dispatch, chunks.combine
     layer.routed_experts_compute = chunks.routed_experts_compute

@@ -249,6 +249,7 @@ def _delays(number, fuses):
     for _ in range(2):
         x = torch.randn(2, 7 + dist.get_rank(), 1, 32, generator=generator)
         grads = []
+        layer.experts.is_first_microbatch = True  # as Megatron's schedules do before a step
         for model in models:
             model.zero_grad_buffer()
             with model.no_sync():
