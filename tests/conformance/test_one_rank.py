@@ -8,7 +8,7 @@ import pytest
 import shared_memory
 import survivors
 from modes import HOST, MODES
-from waits import within
+from waits import patience, within
 
 NETWORKS = ["tcp", pytest.param("verbs", marks=pytest.mark.nightly), "ibgda"]
 PHASES = [(mode, phase) for mode, calls in MODES.items() for phase in calls.absent]
@@ -57,3 +57,17 @@ def test_survivors(tmp_path, monkeypatch, mode, check):
         monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
     check(tmp_path)
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
+
+
+@pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("", 4), ("tcp", 4), ("ibgda", 4)])
+def test_a_late_rank_is_masked(over, fabric, nodes):
+    mask_s = patience(0.5)
+    took = over(fabric, one_rank.run_one_masked, HOST, nodes, mask_s)
+    assert mask_s / 2 < max(took[:3]) < 5 * mask_s, took  # one wait for it, and no other
+    assert took[3] < 8 * mask_s, took  # it is told
+
+
+def test_a_rank_that_stays_away_from_the_backward_pass(over):
+    messages = over("", one_rank.run_one_masked_in_backward, HOST, 2, patience(0.5))
+    said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
+    assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages

@@ -1,4 +1,4 @@
-"""What holds over every fabric between machines: the bits of one machine in both modes, and errors on every machine.
+"""What holds over every fabric: the bits of one process in both modes; and between machines, errors on all of them.
 The machines are this one, under several names, and the cards those of tests/csrc/fake_ibverbs.cpp."""
 
 import errno
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cards import cards_with
-from over_networks import W, run_layers, run_low_latency
+from over_networks import W, run_cases
 from waits import within
 
 import megatron_ep as ep
@@ -23,16 +23,12 @@ def buffer_of(timeout: float) -> ep.Buffer:
     return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W, 1))
 
 
-@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2), (2, 1)])
-@pytest.mark.parametrize("fabric", FABRICS)
-def test_the_bits_of_one_machine(over, fabric, per_machine, per_node):
-    over(fabric, run_layers, per_machine, per_node, fabric)
-
-
-@pytest.mark.parametrize("per_machine", [1, 2])
-@pytest.mark.parametrize("fabric", FABRICS)
-def test_the_low_latency_mode(over, fabric, per_machine):
-    over(fabric, run_low_latency, per_machine, fabric)
+@pytest.mark.parametrize(
+    ("fabric", "per_machine", "per_node"),
+    [("", W, 2), *((name, *per) for name in FABRICS for per in ((1, 1), (2, 2), (2, 1)))],
+)
+def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, per_node):
+    over(fabric, run_cases, fabric, per_machine, per_node)
 
 
 def run_aborted() -> str:

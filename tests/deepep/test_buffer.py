@@ -1,4 +1,4 @@
-"""DeepEP's `Buffer` between processes, on CPU tensors."""
+"""DeepEP's `Buffer` between processes: on the CPU and, where the two do not differ, on GPUs that processes share."""
 
 import copy
 import gc
@@ -32,14 +32,20 @@ from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import nodes
 from megatron_ep.tools.local_ranks import LocalRanks
 
-CPU = torch.device("cpu")
 
-
-def in_groups(check, size, ranks_per_node=None, **settings):
+def in_groups(check, size, ranks_per_node=None, device="cpu", **settings):
     """On all ranks of a job, in groups of so many."""
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
     groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
     with checks.nodes_of(ranks_per_node):
-        return check(groups[dist.get_rank() // size], CPU, **settings)
+        return check(groups[dist.get_rank() // size], torch.device(device), **settings)
+
+
+def with_rows_of(hidden, check, *arguments):
+    """As `in_groups`, with such rows."""
+    return in_groups(check, *arguments, hidden=hidden)
 
 
 def on_nodes(check, size, ranks_per_node):
@@ -53,23 +59,28 @@ def between_machines(check, size, ranks_per_machine):
         return in_groups(check, size, nodes=size // ranks_per_machine)
 
 
-@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2), (4, 1)])
-def test_normal_mode(four_ranks, size, ranks_per_node):
-    assert all(four_ranks.run(in_groups, checks.check_normal, size, ranks_per_node))
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
+@pytest.mark.parametrize("hidden", [72, 2048])
+def test_normal_mode(four_ranks, size, ranks_per_node, hidden, device):
+    assert all(four_ranks.run(with_rows_of, hidden, checks.check_normal, size, ranks_per_node, device))
+
+
+def test_normal_mode_of_four_nodes(four_ranks):
+    assert all(four_ranks.run(in_groups, checks.check_normal, 4, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_float8_and_repeated_experts(four_ranks, size):
-    assert all(four_ranks.run(in_groups, checks.check_float8, size))
+def test_float8_and_repeated_experts(four_ranks, size, device):
+    assert all(four_ranks.run(in_groups, checks.check_float8, size, None, device))
 
 
-def test_number_of_sms(four_ranks):
-    assert all(four_ranks.run(in_groups, checks.check_sms, 2))
+def test_number_of_sms(four_ranks, device):
+    assert all(four_ranks.run(in_groups, checks.check_sms, 2, None, device))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_low_latency_mode(four_ranks, size):
-    assert all(four_ranks.run(in_groups, checks.check_low_latency, size))
+def test_low_latency_mode(four_ranks, size, device):
+    assert all(four_ranks.run(in_groups, checks.check_low_latency, size, None, device))
 
 
 @pytest.mark.parametrize("ranks", [on_nodes, between_machines])
@@ -82,8 +93,8 @@ def test_low_latency_calls_of_many_sizes_share_one_mode(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_sizes, 4))
 
 
-def test_masked_ranks(four_ranks):
-    assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+def test_masked_ranks(four_ranks, device):
+    assert all(four_ranks.run(in_groups, checks.check_masks, 4, None, device))
 
 
 @pytest.mark.parametrize("ranks", [on_nodes, between_machines])
@@ -129,8 +140,8 @@ def test_a_rank_that_stays_away_is_not_taken_back(four_ranks):
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_elastic_buffer(four_ranks, size, ranks_per_node):
-    assert all(four_ranks.run(in_groups, elastic.check_elastic, size, ranks_per_node))
+def test_elastic_buffer(four_ranks, size, ranks_per_node, device):
+    assert all(four_ranks.run(in_groups, elastic.check_elastic, size, ranks_per_node, device))
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 2])

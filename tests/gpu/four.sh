@@ -34,7 +34,7 @@ tests() { echo "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 [ "${gpus:-0}" -ge 4 ] || { echo "$PYTHON finds ${gpus:-no torch and no} GPUs, not 4" && exit 2; }
 "$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
-step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
+step fabrics 420 $(tests tests/gpu/test_gpu_fabrics.py)
 step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
 step processes 90 $(tests tests/gpu/test_gpu_{processes,one_rank}.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{dispatch_combine,launch,float8,overlap}.py)

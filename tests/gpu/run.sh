@@ -103,7 +103,7 @@ step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/
 step few_tokens 90 bash -c 'test_with tests/low_latency -k cuda'
 step low_latency_bench 90 "$PYTHON" -m megatron_ep.cli.main bench low-latency --json "$OUT/low_latency.json"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
-    step fabrics 270 bash -c 'test_with tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency_fabrics.py'
+    step fabrics 400 bash -c 'test_with tests/gpu/test_gpu_fabrics.py'
     step gpus_bench 90 "$PYTHON" -m megatron_ep.cli.main bench gpus --json "$OUT/gpus.json"
     step sequences_bench 90 "$PYTHON" tests/bench/run.py sequences --json "$OUT/sequences.json"
 fi

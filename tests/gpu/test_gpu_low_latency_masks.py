@@ -1,8 +1,5 @@
 """Masked ranks in the low-latency mode on GPUs: in graphs, and when processes are late or killed."""
 
-import re
-import time
-
 import comebacks
 import pytest
 import survivors
@@ -60,96 +57,6 @@ def test_in_a_graph():
 def ranks():
     with LocalRanks(W, 120) as ranks:
         yield ranks
-
-
-def make(spread):
-    torch.cuda.set_device(dist.get_rank() if spread else 0)
-    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=30.0, num_sms=2), device="cuda")
-    options = {"on_dead_rank": "mask", "mask_timeout": 0.5}
-    return buffer, ep.LowLatency(buffer, max_tokens=MAX, hidden=H, topk=K, **options)
-
-
-def trip(low_latency, seed, active):
-    rank = low_latency.buffer.rank
-    x, ids = inputs(seed)
-    kept = reference.without_masked(ids, active, E)
-    own = x[rank].cuda()
-    received = low_latency.dispatch(own, ids[rank].cuda())
-    expected, _, counts = reference.dispatch(x, kept, [torch.ones(i.shape) for i in ids], E)
-    assert torch.equal(received.recv_counts.cpu(), counts[rank].int())
-    rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
-    assert torch.equal(rows, expected[rank])
-    choices = (kept[rank] >= 0).sum(dim=1, keepdim=True).cuda()
-    assert torch.equal(low_latency.combine(received.x, received.handle), choices * own)
-
-
-def run_late(spread):
-    """Rank 3 is late: the others go on without it, and it ends; a reset brings it back."""
-    buffer, low_latency = make(spread)
-    everyone, without = torch.ones(W, W, dtype=torch.int32), torch.ones(W, W, dtype=torch.int32)
-    without[3, :3] = without[:3, 3] = 0
-    with buffer:
-        for _ in range(2):
-            dist.barrier()  # kernels are loaded in the first round
-            trip(low_latency, 0, everyone)
-        dist.barrier()
-        started = time.monotonic()
-        if buffer.rank == 3:
-            time.sleep(2)
-            x, ids = (of_ranks[3].cuda() for of_ranks in inputs(0))
-            with pytest.raises(ep.EPMaskedError, match=r"rank 3 came too late: rank . took it for dead"):
-                received = low_latency.dispatch(x, ids)
-                low_latency.combine(received.x, received.handle)
-                buffer.synchronize()
-            with pytest.raises(ep.EPMaskedError):
-                low_latency.dispatch(x, ids)
-            assert low_latency.masked_ranks() == []
-        else:
-            for seed in range(8):
-                trip(low_latency, seed, without)
-            assert low_latency.masked_ranks() == [3]
-        took = time.monotonic() - started
-        buffer.reset()
-        dist.barrier()
-        trip(low_latency, 0, everyone)
-    return took
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_late_rank_is_masked(ranks, spread):
-    if spread and torch.cuda.device_count() < W:
-        pytest.skip(f"needs {W} GPUs")
-    took = ranks.run(run_late, spread)
-    assert 0.5 < max(took[:3]) < 1.8, took
-    assert took[3] < 3, took
-
-
-def run_backward():
-    buffer, low_latency = make(False)
-    rank = buffer.rank
-    for _ in range(2):
-        dist.barrier()
-        trip(low_latency, 0, torch.ones(W, W, dtype=torch.int32))
-    x, ids = inputs(0)
-    own = x[rank].cuda().requires_grad_()
-    received = low_latency.dispatch(own, ids[rank].cuda())
-    y = low_latency.combine(received.x, received.handle)
-    buffer.synchronize()
-    message = ""
-    if rank != 1:
-        with pytest.raises(ep.EPError) as caught:
-            y.sum().backward()
-            buffer.synchronize()
-        message = str(caught.value)
-    buffer.reset()
-    buffer.close()
-    return message
-
-
-def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
-    messages = ranks.run(run_backward)
-    said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
-    assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages
 
 
 @pytest.mark.parametrize("spread", [False, True])

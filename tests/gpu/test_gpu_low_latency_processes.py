@@ -46,19 +46,6 @@ def round_trips(low_latency, rounds=6):
     low_latency.buffer.synchronize()
 
 
-def run_round_trips(spread):
-    buffer, low_latency = make(spread)
-    with buffer:
-        round_trips(low_latency)
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_round_trips(ranks, spread):
-    if spread and torch.cuda.device_count() < W:
-        pytest.skip(f"needs {W} GPUs")
-    ranks.run(run_round_trips, spread)
-
-
 def run_storm(spread, rounds):
     """Every token goes to all ranks, in lines whose every byte changes with every round."""
     torch.cuda.set_device(dist.get_rank() if spread else 0)

@@ -17,12 +17,10 @@ SAME_BITS = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "gpu")!r}, {str(ROOT / "tests" / "helpers")!r}]
 import torch.distributed as dist
-import test_gpu_over_host as over_host
+import test_gpu_fabrics
 dist.init_process_group("gloo")
-over_host.run_host_bits(2)
-for name in over_host.SIZES:
-    over_host.run_cases(2, name)
-over_host.run_low_latency(2)
+refused = test_gpu_fabrics.run_cases("tcp", 2)
+assert refused is None, refused
 dist.barrier()
 print("ALL THE SAME", flush=True)
 """

@@ -7,7 +7,9 @@ import one_rank
 import pytest
 import survivors
 import torch
+import torch.distributed as dist
 from modes import GPU, MODES
+from waits import patience
 
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -47,3 +49,28 @@ def test_survivors(tmp_path, monkeypatch, mode, check):
     started = time.monotonic()
     assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
     assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"
+
+
+def spread_out(function, *arguments):
+    """Each rank on a GPU of its own."""
+    torch.cuda.set_device(dist.get_rank())
+    try:
+        return function(*arguments)
+    finally:
+        torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_late_rank_is_masked(ranks, spread):
+    if spread and torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    run = (spread_out, one_rank.run_one_masked) if spread else (one_rank.run_one_masked,)
+    mask_s = patience(0.5)
+    took = ranks.run(*run, GPU, 1, mask_s)
+    assert mask_s < max(took[:3]) < 5 * mask_s and took[3] < 8 * mask_s, took
+
+
+def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
+    messages = ranks.run(one_rank.run_one_masked_in_backward, GPU, 1, patience(0.5))
+    said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
+    assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages

@@ -1,10 +1,10 @@
-"""Sequences on a GPU: the bits of the specification, whatever the topology, with and without the intra-rank pass."""
+"""Sequences on a GPU, where it differs from the host: test_any_shape in tests/sequences runs on both."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from sequence_cases import Case, check, many_copies
+from sequence_cases import check, many_copies
 
 import megatron_ep as ep
 from megatron_ep import overlap
@@ -16,25 +16,12 @@ from megatron_ep.sequences.plan import SequencePlan, Shard
 PLAN = SequencePlan.build([Shard(0, i, i, 3 - i, 500) for i in range(4)], 4)
 
 
-@pytest.mark.parametrize("block", range(6))
-def test_any_shape(block, monkeypatch):
-    for seed in range(8 * block, 8 * (block + 1)):
-        case = Case(seed, device="cuda")
-        with case.cluster(device="cuda") as cluster:
-            if seed % 2:
-                monkeypatch.setattr(cluster._group.live_backend(), "min_local_bytes", 0)
-            dispatcher = SequenceDispatcher(cluster)
-            for _ in range(2):
-                check(case, cluster, dispatcher)
-            cluster.synchronize()
-
-
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 11), (3, 9)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_many_copies(nodes, ranks_per_node, dtype):
-    case = many_copies(nodes, ranks_per_node, dtype)
+    case = many_copies(nodes, ranks_per_node, dtype, "cuda")
     case.config = replace(case.config, tuning=replace(case.config.tuning, channels=None))
-    with case.cluster(device="cuda") as cluster:
+    with case.cluster() as cluster:
         check(case, cluster, SequenceDispatcher(cluster))
 
 

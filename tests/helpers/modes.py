@@ -97,10 +97,10 @@ class LowLatency(Calls):
         "combine": ("low_latency_combine", r"has not (sent|received) low-latency combine \d \(it finished \d\)"),
     }
 
-    def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None) -> None:
+    def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None, **options: Any) -> None:
         super().__init__(place, nodes, timeout)
         sizes = {"max_tokens": max(TOKENS), "hidden": place.hidden, "topk": 3, "dtype": place.dtype}
-        self.mode = ep.LowLatency(self.buffer, **sizes)
+        self.mode = ep.LowLatency(self.buffer, **sizes, **options)
 
     def inputs(self, topk: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         x, ids, weights = super().inputs(topk)
@@ -112,15 +112,19 @@ class LowLatency(Calls):
     def combine(self, received: ep.LowLatencyReceived) -> torch.Tensor:
         return self.mode.combine(received.x, received.handle)
 
-    def round_trips(self) -> None:
+    def round_trips(self, active: torch.Tensor | None = None) -> None:
+        """With these active ranks of every rank; None: with all."""
+        active = torch.ones(W, W, dtype=torch.int32) if active is None else active
         for topk in (1, 2, 3) * 2:
-            own = self.own(topk)
+            own, (x, ids, weights) = self.own(topk), self.inputs(topk)
+            kept = reference.without_masked(ids, active, EXPERTS)
             received = self.dispatch(*own)
-            rows, _, counts = (part[self.rank] for part in reference.dispatch(*self.inputs(topk), EXPERTS))
+            rows, _, counts = (part[self.rank] for part in reference.dispatch(x, kept, weights, EXPERTS))
             assert torch.equal(received.recv_counts.cpu(), counts.int())
             found = [part[:count] for part, count in zip(received.x.cpu(), counts, strict=True)]
             assert torch.equal(torch.cat(found), rows)
-            assert torch.equal(self.combine(received), topk * own[0])
+            choices = (kept[self.rank] >= 0).sum(dim=1, keepdim=True).to(own[0].device)
+            assert torch.equal(self.combine(received), choices * own[0])
         self.buffer.synchronize()
 
 

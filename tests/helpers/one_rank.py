@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modes import HOST, MODES, Calls, Place
+from modes import HOST, MODES, Calls, LowLatency, Place, W
 
 import megatron_ep as ep
 from megatron_ep.errors import describe
@@ -93,3 +93,51 @@ def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
         with pytest.raises(ep.EPAbortError, match="reset"):
             calls.dispatch(x, ids, weights)
     calls.is_usable_again()
+
+
+def masking(place: Place, nodes: int, mask_s: float) -> LowLatency:
+    """Dead ranks are masked. A GPU has loaded its kernels, which takes longer than a rank is waited for."""
+    calls = LowLatency(place, nodes, 30.0, on_dead_rank="mask", mask_timeout=mask_s)
+    for _ in range(2):
+        dist.barrier()
+        calls.round_trips()
+    dist.barrier()
+    return calls
+
+
+def run_one_masked(place: Place, nodes: int, mask_s: float) -> float:
+    """Rank 3 is late: the others go on without it, and it ends; a reset brings it back. Seconds until all are done."""
+    calls = masking(place, nodes, mask_s)
+    without = torch.ones(W, W, dtype=torch.int32)
+    without[3, :3] = without[:3, 3] = 0
+    started = time.monotonic()
+    if calls.rank == 3:
+        time.sleep(4 * mask_s)
+        for _ in range(2):
+            with pytest.raises(ep.EPMaskedError, match="rank 3 came too late"):
+                calls.combine(calls.dispatch(*calls.own()))
+                calls.buffer.synchronize()
+        assert calls.mode.masked_ranks() == []
+    else:
+        calls.round_trips(without)
+        assert calls.mode.active_ranks.tolist() == without[calls.rank].tolist()
+        assert calls.mode.masked_ranks() == [3]
+    took = time.monotonic() - started
+    calls.is_usable_again()
+    return took
+
+
+def run_one_masked_in_backward(place: Place, nodes: int, mask_s: float) -> str:
+    """Rank 1 stays away from the backward pass, which is an error on whatever rank. What the others hear."""
+    calls = masking(place, nodes, mask_s)
+    x, *others = calls.own()
+    y = calls.combine(calls.dispatch(x.requires_grad_(), *others))
+    calls.buffer.synchronize()
+    message = ""
+    if calls.rank != 1:
+        with pytest.raises(ep.EPError) as caught:
+            y.sum().backward()
+            calls.buffer.synchronize()
+        message = str(caught.value)
+    calls.is_usable_again()
+    return message

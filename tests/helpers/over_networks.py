@@ -1,5 +1,5 @@
-"""Layers and calls over a fabric between machines, which all ranks of `LocalRanks` run at once: the bits of one
-machine. The machines are this one, under several names."""
+"""Calls over a fabric between machines, which all ranks of `LocalRanks` run at once. The machines are this one, under
+several names."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cards import cards_with
 from forced_machines import machines_of
+from process_cases import SIZES, check_cases, check_low_latency_cases
 
 import megatron_ep as ep
 
@@ -17,7 +18,7 @@ W = 4
 
 def cards_in_any_order(fabric: str) -> AbstractContextManager[None]:
     """Cards whose writes become visible late, and in any order."""
-    return nullcontext() if fabric == "tcp" else cards_with(seed=1 + dist.get_rank())
+    return nullcontext() if fabric in ("", "tcp") else cards_with(seed=1 + dist.get_rank())
 
 
 def between_machines(fabric: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -48,44 +49,16 @@ def layer(buffer, x, ids, weights):
     return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
 
 
-def run_layers(per_machine: int, per_node: int, fabric: str = "tcp") -> None:
-    rank = dist.get_rank()
-    topology = ep.Topology(W // per_node, per_node)
-    with cards_in_any_order(fabric), machines_of(per_machine, fabric):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
-        assert buffer.fabric == fabric and buffer._group.spans_machines
-        for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
-            x, ids, weights = inputs(hidden, dtype)
-            config = ep.Config(num_experts=16)
-            with ep.LocalCluster(topology.nodes, per_node, config) as cluster:
-                expected = [parts[rank] for parts in layer(cluster, x, ids, weights)]
-            for _ in range(2):
-                found = layer(buffer, x[rank], ids[rank], weights[rank])
-                assert all(torch.equal(mine[0], theirs) for mine, theirs in zip(found, expected, strict=True))
-            buffer.reset()
-        buffer.close()
-
-
-def run_low_latency(per_machine: int, fabric: str = "tcp") -> None:
-    rank = dist.get_rank()
-    x, ids, weights = inputs(64, torch.bfloat16, (8, 0, 3, 8))
-    sizes = dict(max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16)
-    topology, config = ep.Topology(W // per_machine, per_machine), ep.Config(num_experts=16, timeout=20)
-
-    def call(low_latency, x, ids, weights):
-        received = low_latency.dispatch(x, ids)
-        return low_latency.combine(received.x, received.handle, weights)
-
-    with ep.LocalCluster(topology.nodes, per_machine, config) as cluster:
-        expected = call(ep.LowLatency(cluster, **sizes), x, ids, weights)[rank]
-    with (
-        cards_in_any_order(fabric),
-        machines_of(per_machine, fabric),
-        ep.Buffer(None, config, topology) as buffer,
-    ):
-        for _ in range(2):  # the second part is made while the network runs, after the first has gone
-            low_latency = ep.LowLatency(buffer, **sizes)
-            for _ in range(5):
-                assert torch.equal(call(low_latency, x[rank], ids[rank], weights[rank]), expected)
-            del low_latency
-            dist.barrier()
+def run_cases(fabric: str, per_machine: int, per_node: int, seeds: range = range(4)) -> None:
+    """Random cases of both modes have the bits of ranks of one process; no fabric: on one machine."""
+    for sizes in SIZES.values():
+        near = machines_of(per_machine, fabric) if fabric else nullcontext()
+        with (
+            cards_in_any_order(fabric),
+            near,
+            ep.Buffer(None, sizes.config(), ep.Topology(W // per_node, per_node)) as buffer,
+        ):
+            assert buffer.fabric == fabric or not fabric
+            check_cases(buffer, sizes, seeds)
+            if sizes is SIZES["two_channels"]:
+                check_low_latency_cases(buffer, seeds)

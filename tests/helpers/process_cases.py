@@ -3,11 +3,12 @@ with its part of what ranks of one process give on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Case, slot_bytes
+from cases import Case, before, slot_bytes, summed_on_gpus
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -54,6 +55,7 @@ SIZES = {
         40,
         ep.Tuning(channels=5, nvl_ring_bytes=4096, rdma_ring_bytes=20 << 10, rdma_chunk_tokens=16, local_pass=False),
     ),
+    "wide_rows": Sizes(8, 24, ep.Tuning(channels=2, nvl_ring_bytes=32 << 10, rdma_ring_bytes=32 << 10)),
 }
 
 
@@ -74,7 +76,8 @@ class Inputs:
     def draw(cls, case: Case, host: ep.LocalCluster) -> Inputs:
         r, tokens = case.random, case.num_tokens()
         ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
-        settings = r.choice([{"expert_alignment": case.alignment}, {"expert_capacity": r.choice([1, 7])}])
+        aligned = {"expert_alignment": case.alignment}
+        settings = r.choice([aligned, {"expert_capacity": r.choice([1, 7])}, {"layout": "flat"}])
         rows = ep.dispatch(x, ids, buffer=host, **settings).x
         if r.random() < 0.5:  # room for some of them, for all, or for more
             most = max(map(len, rows))
@@ -115,8 +118,12 @@ def results(inputs: Inputs, buffer: ep.Buffer | ep.LocalCluster) -> dict[str, li
     y = taken(ep.combine(rows.x, rows.handle))
     weighted = taken(ep.combine(rows.x, rows.handle, given(row_weights)))
     again = taken(ep.dispatch(given(inputs.again), handle=rows.handle).x)
-    filled = [min(len(part), int(n.sum())) for part, n in zip(received, counts, strict=True)]
     found = {"y": y, "weighted": weighted, "tokens_per_expert": counts}
+    if inputs.settings.get("layout") == "flat":
+        found["topk_idx"] = taken(rows.topk_idx)
+        filled = [int((ids >= 0).any(dim=1).sum()) for ids in found["topk_idx"]]
+    else:
+        filled = [min(len(part), int(n.sum())) for part, n in zip(received, counts, strict=True)]
     found["overflow"] = [flag != 0 for flag in taken(rows.overflow)]  # by how much is nobody's business
     found |= {"x": received, "probs": probs} if inputs.with_gradient else {}  # zeros behind the last expert's, too
     found |= {"rows": before(filled, received), "probs of rows": before(filled, probs), "again": before(filled, again)}
@@ -127,10 +134,6 @@ def results(inputs: Inputs, buffer: ep.Buffer | ep.LocalCluster) -> dict[str, li
         found["row_weights.grad"] = before(filled, [leaf.grad for leaf in row_weights])
     buffer.synchronize()
     return found
-
-
-def before(ends: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,3 +155,82 @@ def check_cases(buffer: ep.Buffer, sizes: Sizes, seeds: range) -> None:
                     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-3)
                 else:
                     assert torch.equal(bits(ours), bits(theirs)), f"{name} of case {seed} differs"
+
+
+# ---- the low-latency mode
+
+TOPK, MAX_TOKENS, TOKENS = 3, 70, (33, 70, 0, 5)
+# Rows of several chunks of the copy engine, and rows that it does not copy.
+ROWS = [(7168, torch.bfloat16), (520, torch.float32), (65, torch.float64)]
+
+
+def low_latency_of(buffer: Any, hidden: int, dtype: torch.dtype, **options: Any) -> ep.LowLatency:
+    sizes = {"max_tokens": MAX_TOKENS, "hidden": hidden, "topk": TOPK, "dtype": dtype}
+    return ep.LowLatency(buffer, **sizes, **options)
+
+
+def low_latency_inputs(
+    seed: int, world: int, experts: int, hidden: int, dtype: torch.dtype
+) -> list[list[torch.Tensor]]:
+    """x, ids and weights of all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [TOKENS[(rank + seed) % len(TOKENS)] for rank in range(world)]
+    ids = [torch.rand(t, experts, generator=generator).topk(TOPK, dim=1).indices for t in tokens]
+    for idx in ids:
+        idx[torch.rand(idx.shape, generator=generator) < 0.1] = -1
+    x = [torch.randn(t, hidden, generator=generator).to(dtype) for t in tokens]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return [x, ids, [torch.rand(t, TOPK, generator=generator).to(wide) for t in tokens]]
+
+
+def low_latency_results(
+    mode: ep.LowLatency, x: Any, ids: Any, weights: Any, layout: str, fp8: str | None
+) -> Iterator[list[torch.Tensor]]:
+    """What a dispatch and all forms of combine give, each by rank; of rows those that hold a token."""
+
+    def listed(tensors: Any) -> list[torch.Tensor]:
+        return tensors if isinstance(tensors, list) else [tensors]
+
+    received = mode.dispatch(x, ids, weights, layout=layout, fp8=fp8)
+    handle = received.handle
+    kept = [handle.is_row(part) for part in handle.ranks]
+
+    def rows(tensors: Any) -> list[torch.Tensor]:
+        ends = 2 if handle.masked else 1
+        flat = [t.flatten(0, ends - 1) for t in listed(tensors)]
+        flat = [t.view(torch.uint8) if t.itemsize == 1 else t for t in flat]  # torch does not index all kinds of fp8
+        return [t[keep] for t, keep in zip(flat, kept, strict=True)]
+
+    yield rows(received.x)
+    yield rows(received.probs)
+    yield listed(received.recv_counts)
+    if fp8:
+        yield rows(received.scales)
+        return
+    yield listed(mode.combine(received.x, handle))
+    yield listed(mode.combine(received.x, handle, sum_at="expert"))
+    yield listed(mode.combine(received.x, handle, weights))
+
+
+def check_low_latency_cases(buffer: ep.Buffer, seeds: range) -> None:
+    """The same for the low-latency mode, with a reset after half of the seeds. Raises AssertionError."""
+    topology, device, rank = buffer.topology, buffer.device.type, buffer.rank
+    experts = buffer.config.num_experts
+    with ep.LocalCluster(topology.nodes, topology.ranks_per_node, ep.Config(num_experts=experts)) as host:
+        summed = summed_on_gpus(*ROWS) if device == "cuda" else ROWS
+        modes = {row: (low_latency_of(buffer, *row), low_latency_of(host, *row)) for row in summed}
+        for seed in seeds:
+            for row, (ours, theirs) in modes.items():
+                everyone = low_latency_inputs(seed, topology.world_size, experts, *row)
+                own = [part[rank].to(device) for part in everyone]
+                for fp8 in (None, "pow2") if row[1] == torch.bfloat16 else (None,):
+                    settings = (("masked", "grouped")[seed % 2], fp8)
+                    results = (
+                        low_latency_results(ours, *own, *settings),
+                        low_latency_results(theirs, *everyone, *settings),
+                    )
+                    for a, b in zip(*results, strict=True):
+                        assert torch.equal(bits(a[0]), bits(b[rank].contiguous())), (seed, row, settings)
+            if seed == seeds[len(seeds) // 2]:
+                buffer.reset()
+        buffer.synchronize()

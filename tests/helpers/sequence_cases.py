@@ -60,7 +60,7 @@ class Case:
         )
 
     def cluster(self, **options) -> ep.LocalCluster:
-        return ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, **options)
+        return ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, device=self.device, **options)
 
     def rows(self, counts: torch.Tensor, *shape: int) -> list[torch.Tensor]:
         """For each rank."""
@@ -86,9 +86,9 @@ class Case:
         ]
 
 
-def many_copies(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> Case:
+def many_copies(nodes: int, ranks_per_node: int, dtype: torch.dtype, device: str = "cpu") -> Case:
     """A document whose first row goes to all ranks."""
-    case = Case(0)
+    case = Case(0, device=device)
     case.nodes, case.ranks_per_node, case.dtype = nodes, ranks_per_node, dtype
     case.world = world = nodes * ranks_per_node
     shards = [Shard(0, i, world - 1 - i, i, 2) for i in range(world)] + [Shard(1, i, 0, i % 3, 1) for i in range(5)]

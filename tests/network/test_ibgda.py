@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cards import cards_with, use_library
 from forced_machines import machines_of
-from over_networks import W, run_layers, run_low_latency
+from over_networks import W, run_cases
 from test_verbs import buffer_of, library, own_library  # noqa: F401
 
 import megatron_ep as ep
@@ -98,8 +98,7 @@ def test_report(monkeypatch):
 def run_several_cards(seed: int) -> list[str]:
     """Each rank has two cards."""
     with cards_with(devices=2, seed=seed + dist.get_rank()):
-        run_layers(1, 1, "ibgda")
-        run_low_latency(1, "ibgda")
+        run_cases("ibgda", 1, 1)
         with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
             return buffer._group._network.cards()
 

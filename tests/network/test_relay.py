@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 from forced_machines import machines_of
-from over_networks import W, inputs, layer, run_low_latency
+from over_networks import W, inputs, layer
+from process_cases import SIZES, check_low_latency_cases
 from relay import Conditions, relayed
 
 import megatron_ep as ep
@@ -58,8 +59,9 @@ def test_layers_over_a_network_that_takes_its_time(ranks, name, per_node):
 
 
 def run_low_latency_over(conditions: Conditions) -> None:
-    with relayed(conditions, seed=2):
-        run_low_latency(1)
+    config, topology = SIZES["two_channels"].config(), ep.Topology(W, 1)
+    with machines_of(1), relayed(conditions, seed=2), ep.Buffer(None, config, topology) as buffer:
+        check_low_latency_cases(buffer, range(2))
 
 
 @pytest.mark.parametrize("name", SLOW)

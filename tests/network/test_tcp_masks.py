@@ -109,39 +109,6 @@ def test_masks_that_callers_ask_for(ranks):
     started.run(run_masked_by_callers, *topology)
 
 
-def run_late(machines: int, per_machine: int) -> float:
-    """The last rank comes when the others have left it out: it hears so, and comes back with a reset."""
-    world = machines * per_machine
-    last = world - 1
-    with machines_of(per_machine):
-        buffer, mode = make(machines, per_machine)
-        with buffer:
-            check_trip(mode, without(world))
-            dist.barrier()
-            start = time.monotonic()
-            if buffer.rank == last:
-                time.sleep(3 * MASK_S)
-                x, ids, weights = (part[last] for part in inputs_of(world))
-                with pytest.raises(ep.EPMaskedError, match=f"rank {last} came too late"):
-                    trip(mode, x, ids, weights)
-            else:
-                for _ in range(4):
-                    check_trip(mode, without(world, last))
-                assert mode.masked_ranks() == [last]
-            took = time.monotonic() - start
-            dist.barrier()
-            buffer.reset()
-            for _ in range(2):
-                check_trip(mode, without(world))
-    return took
-
-
-def test_a_late_rank_of_another_machine(ranks):
-    started, *topology = ranks
-    took = started.run(run_late, *topology)
-    assert MASK_S / 2 < max(took[:-1]) < MASK_S + 2, took  # one wait for it, and no other
-
-
 def run_killed(machines: int, per_machine: int, folder: str, masks: bool) -> None:
     """The last rank's process ends: the others of every machine say whose it was. With masks they leave it out of the
     low-latency mode first."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, assert_all_equal, need_sums
 from repeats import a_third
 
 import megatron_ep as ep
@@ -112,31 +112,31 @@ def test_back_to_values(hidden: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", a_third(range(6)))
-def test_rows_travel_as_float8_and_their_gradients_as_they_are(seed: int) -> None:
-    case = Case(6000 + seed, max_tokens=40)
+def test_rows_travel_as_float8_and_their_gradients_as_they_are(seed: int, device: str) -> None:
+    case = Case(6000 + seed, max_tokens=40, device=device)
     case.dtype = tuple(float8.DTYPES)[seed % 3]
+    need_sums(case.dtype, device)
     case.config = replace(
-        case.config, tuning=replace(case.config.tuning, nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14)
+        case.config, tuning=replace(case.config.tuning, nvl_ring_bytes=1 << 15, rdma_ring_bytes=1 << 15)
     )
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
     results = []
     with case.cluster() as cluster:
         for forward_dtype in (None, torch.float8_e4m3fn):
-            leaves = [rows.clone().requires_grad_() for rows in x]
-            weight_leaves = [one.clone().requires_grad_() for one in weights]
+            leaves = [rows.to(device, copy=True).requires_grad_() for rows in x]
+            weight_leaves = [one.to(device, copy=True).requires_grad_() for one in weights]
             sent = {"expert_alignment": case.alignment, "forward_dtype": forward_dtype}
-            received = ep.dispatch(leaves, ids, weight_leaves, buffer=cluster, **sent)
+            received = ep.dispatch(leaves, case.there(ids), weight_leaves, buffer=cluster, **sent)
             again = ep.dispatch(leaves, handle=received.handle, forward_dtype=forward_dtype)
             assert received.scales is None and all(torch.equal(*two) for two in zip(again.x, received.x, strict=True))
             outputs = (*received.x, *received.probs)
-            grads = [torch.arange(float(part.numel())).sin().view_as(part).to(part.dtype) for part in outputs]
+            grads = [torch.arange(float(part.numel())).sin().view_as(part).to(part) for part in outputs]
             torch.autograd.backward(outputs, grads)
             results.append([leaf.grad for leaf in (*leaves, *weight_leaves)])
     rounded = [float8.dequantize(*float8.quantize(rows), case.dtype) for rows in x]
     expected = reference.dispatch(rounded, ids, weights, case.num_experts, case.alignment)
-    for ours, theirs in zip((*received.x, *received.probs), (*expected[0], *expected[1]), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_all_equal([*received.x, *received.probs], [*expected[0], *expected[1]])
     for straight, plain in zip(*results, strict=True):
         assert torch.equal(straight, plain)
 

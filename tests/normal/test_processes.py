@@ -10,6 +10,7 @@ import shared_memory
 import torch
 import torch.distributed as dist
 import what_was_sent
+from modes import HOST, Normal, W
 from torch.utils.checkpoint import checkpoint
 from waits import within
 
@@ -19,9 +20,6 @@ from megatron_ep.buffer.host import HostBackend
 from megatron_ep.meeting.nodes import VARIABLE
 from megatron_ep.tools.local_ranks import LocalRanks
 
-W = 4
-TIMEOUT = 2.5
-
 
 @pytest.fixture(scope="module")
 def ranks():
@@ -29,55 +27,17 @@ def ranks():
         yield ranks
 
 
-def inputs(experts, topk, hidden=33, tokens=(5, 0, 17, 64)):
-    generator = torch.Generator().manual_seed(experts)
-    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
-    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
-    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
-    return x, ids, weights
-
-
-def round_trips(rank_buffer, rounds=3):
-    rank = rank_buffer.rank
-    for topk in range(1, rounds + 1):
-        x, ids, weights = inputs(8, topk)
-        leaf = x[rank].clone().requires_grad_()
-        rows = ep.dispatch(leaf, ids[rank], weights[rank], buffer=rank_buffer)
-        expected, probs, counts = reference.dispatch(x, ids, weights, 8)
-        assert torch.equal(rows.x, expected[rank]) and torch.equal(rows.probs, probs[rank])
-        assert torch.equal(rows.tokens_per_expert, counts[rank])
-        y = ep.combine(rows.x, rows.handle)
-        assert torch.equal(y, topk * leaf)
-        y.sum().backward()
-        assert torch.equal(leaf.grad, torch.full_like(leaf, topk))
-        halves = torch.full_like(rows.probs, 0.5).requires_grad_()
-        y = ep.combine(rows.x.detach(), rows.handle, halves)
-        assert torch.equal(y, topk * x[rank] / 2)
-        y.sum().backward()
-        assert torch.equal(halves.grad, rows.x.detach().sum(dim=1))
-
-
-def is_usable_again(buffer):
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
-
-
-def make_buffer(nodes=2, **config):
-    return ep.Buffer(None, ep.Config(num_experts=8, timeout=TIMEOUT, **config), ep.Topology(nodes, W // nodes))
-
-
 def run_one_interrupted():
     """Ctrl-C on rank 2 in the middle of a call, where nothing waits."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
     if buffer.rank == 2:
         with pytest.raises(KeyboardInterrupt), buffer._group.abort_peers_on_error():
             raise KeyboardInterrupt
     else:
         with pytest.raises(ep.EPAbortError, match="rank 2 was interrupted"):
-            ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
-    is_usable_again(buffer)
+            ep.dispatch(x, ids, weights, buffer=buffer)
+    calls.is_usable_again()
 
 
 def test_the_others_hear_that_a_rank_was_interrupted(ranks):
@@ -86,10 +46,10 @@ def test_the_others_hear_that_a_rank_was_interrupted(ranks):
 
 def run_no_memory_in_backward(kind):
     """Rank 2 cannot have what the backward pass returns."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
-    leaf = x[buffer.rank].clone().requires_grad_()
-    rows = ep.dispatch(leaf, ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+    leaf = x.requires_grad_()
+    rows = ep.dispatch(leaf, ids, weights, buffer=buffer)
     if kind == "dispatch":
         result = rows.x
     else:
@@ -105,8 +65,8 @@ def run_no_memory_in_backward(kind):
         with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
             result.sum().backward()
             ep.dispatch(leaf, handle=rows.handle)  # ranks that needed nothing of rank 2 hear of it now
-    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
-    is_usable_again(buffer)
+    assert time.monotonic() - started < HOST.timeout, "the others waited until they timed out"
+    calls.is_usable_again()
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
@@ -116,9 +76,9 @@ def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind):
 
 def run_checkpointed():
     """What the backward pass computes again is not told to anyone as a failure."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
-    ids, gradient = ids[buffer.rank], x[buffer.rank] + 1
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+    gradient = x + 1
 
     def moe(x, weights):
         rows = ep.dispatch(x, ids, weights, buffer=buffer)
@@ -126,7 +86,7 @@ def run_checkpointed():
 
     results = []
     for reentrant in (None, False, True):
-        leaves = [t.clone().requires_grad_() for t in (x[buffer.rank], weights[buffer.rank])]
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
         y = moe(*leaves) if reentrant is None else checkpoint(moe, *leaves, use_reentrant=reentrant)
         y.backward(gradient)
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
@@ -141,19 +101,19 @@ def test_checkpointed(ranks):
 
 def run_different_calls():
     """Rank 0 dispatches again where the others combine."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
-    rows = ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+    rows = ep.dispatch(x, ids, weights, buffer=buffer)
     dist.barrier()  # or the failure finds a slow rank in that call
     with pytest.raises(ep.EPError):
         if buffer.rank == 0:
-            ep.dispatch(x[buffer.rank], handle=rows.handle)
+            ep.dispatch(x, handle=rows.handle)
             ep.combine(rows.x, rows.handle)
         else:
             ep.combine(rows.x, rows.handle)
             ep.combine(rows.x, rows.handle)
             ep.combine(rows.x, rows.handle)
-    is_usable_again(buffer)
+    calls.is_usable_again()
 
 
 def test_different_sequences_of_calls_are_an_error(ranks):
@@ -215,15 +175,15 @@ SENT = {  # by even ranks, by odd ones
 def run_disagreement(kind):
     # between nodes somebody else meets the row first, and chance decides whether a rank hears of it
     has_one_hop = kind == "rows of before a reset"
-    buffer = make_buffer(1 if has_one_hop else 2)
+    calls = Normal(HOST, 1 if has_one_hop else 2)
+    buffer = calls.buffer
     for _ in range(3 if has_one_hop else 1):
         with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out") as error:
             dispatch_differently(buffer, kind)
         if "met a row" in str(error.value) and kind in SENT:
             assert what_was_sent.is_said(str(error.value), *SENT[kind]), error.value
         buffer.reset()
-    round_trips(buffer, rounds=1)
-    buffer.close()
+    calls.is_usable_again()
 
 
 DISAGREEMENTS = ["hidden", "dtype", "topk", "weights", "weight dtype", "weights of combine", "other call"]
@@ -237,8 +197,8 @@ def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
 
 def run_mistakes_outside_the_tensors(kind):
     """Rank 2's mistake is not a wrong tensor; the others must hear of it all the same."""
-    buffer = make_buffer()
-    x, ids, weights = (part[buffer.rank] for part in inputs(8, 2))
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
     wrong = buffer.rank == 2
     options = {"expert_capacity": 2**40} if kind == "number" else {}
     handle = "handle" if kind == "handle" else None
@@ -249,7 +209,7 @@ def run_mistakes_outside_the_tensors(kind):
         if wrong and handle:
             ep.dispatch(x, handle=handle, buffer=buffer)
         ep.dispatch(x, ids, weights, buffer=buffer, **(options if wrong else {}))
-    assert time.monotonic() - started < TIMEOUT
+    assert time.monotonic() - started < HOST.timeout
 
 
 @pytest.mark.parametrize("kind", ["number", "handle", "memory"])
@@ -284,8 +244,7 @@ def run_topology_of_the_environment():
     with mock.patch.dict("os.environ", {VARIABLE: "2"}):
         with ep.Buffer(None, ep.Config(num_experts=8)) as buffer:
             assert buffer.topology == ep.Topology(2, 2)
-            round_trips(buffer, rounds=1)
-        with make_buffer(nodes=4) as buffer:
+        with Normal(HOST, nodes=4).buffer as buffer:
             assert buffer.topology == ep.Topology(4, 1), "what the caller gives stands"
     for values, says in (
         (["3"] * W, "is '3', must be a divisor of the 4 ranks"),
@@ -315,7 +274,7 @@ def run_set_up():
     before = dist.group.WORLD._get_sequence_number_for_group()
     with (
         mock.patch("megatron_ep.buffer.rank_group.set_up_log.info") as info,
-        make_buffer(tuning=ep.Tuning(channels=3)) as buffer,
+        Normal(HOST, tuning=ep.Tuning(channels=3)).buffer as buffer,
     ):
         buffer.reset()
         exchanges = buffer._group._rendezvous.exchanges
@@ -337,17 +296,14 @@ def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
 
 def run_reset_during_a_call():
     """Rank 1 has a thread in a dispatch, which must find what the others send although all have asked for a reset."""
-    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=60), ep.Topology(2, 2))
-    rank, received = buffer.rank, []
-    x, ids, weights = inputs(8, 2)
-    call = threading.Thread(
-        target=lambda: received.append(ep.dispatch(x[rank], ids[rank], weights[rank], buffer=buffer))
-    )
+    calls = Normal(HOST, timeout=60)
+    buffer, rank, received, own = calls.buffer, calls.rank, [], calls.own()
+    call = threading.Thread(target=lambda: received.append(calls.dispatch(*own)))
     if rank == 1:
         call.start()
         assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
         with pytest.raises(RuntimeError, match=r"^the buffer is in use by another thread$"):
-            ep.dispatch(x[rank], ids[rank], weights[rank], buffer=buffer)  # it ends no call of another thread
+            calls.dispatch(*own)  # it ends no call of another thread
     dist.barrier()
     started = time.monotonic()
     with pytest.raises(ep.EPError, match=r"^rank 1 could not .*: the buffer is in use by another thread$"):
@@ -356,8 +312,8 @@ def run_reset_during_a_call():
     if rank != 1:
         call.start()
     call.join()
-    assert torch.equal(received[0].x, reference.dispatch(x, ids, weights, 8)[0][rank])
-    is_usable_again(buffer)
+    assert torch.equal(received[0].x, reference.dispatch(*calls.inputs(2), 8)[0][rank])
+    calls.is_usable_again()
 
 
 def test_a_call_in_another_thread_refuses_a_reset_for_all(ranks):
@@ -366,9 +322,9 @@ def test_a_call_in_another_thread_refuses_a_reset_for_all(ranks):
 
 def run_failed_reset():
     """Rank 2's memory cannot be cleared."""
-    buffer = make_buffer()
-    x, ids, weights = inputs(8, 2)
-    rows = ep.dispatch(x[0], ids[0], weights[0], buffer=buffer)  # the same calls again are made without checks
+    calls = Normal(HOST)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+    rows = ep.dispatch(x, ids, weights, buffer=buffer)  # the same calls again are made without checks
     ep.combine(rows.x, rows.handle)
     fails = mock.Mock(side_effect=RuntimeError("out of luck"))
     started = time.monotonic()
@@ -379,10 +335,10 @@ def run_failed_reset():
         buffer.reset()
     assert time.monotonic() - started < 30, "the others waited for rank 2"
     says = r"^the last reset failed: rank 2 could not .*out of luck; every rank must call buffer.reset\(\)"
-    for call in (lambda: ep.dispatch(x[0], ids[0], weights[0], buffer=buffer), lambda: ep.combine(rows.x, rows.handle)):
+    for call in (lambda: ep.dispatch(x, ids, weights, buffer=buffer), lambda: ep.combine(rows.x, rows.handle)):
         with pytest.raises(ep.EPAbortError, match=says):
             call()
-    is_usable_again(buffer)
+    calls.is_usable_again()
 
 
 def test_a_reset_that_fails_on_one_rank_fails_on_all(ranks):
@@ -391,8 +347,8 @@ def test_a_reset_that_fails_on_one_rank_fails_on_all(ranks):
 
 def run_one_told_to_stop():
     """Rank 3 never calls. The others wait for it until a thread of rank 0 ends that, long before their time is over."""
-    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=60), ep.Topology(2, W // 2))
-    x, ids, weights = (part[buffer.rank] for part in inputs(8, 2))
+    calls = Normal(HOST, timeout=60)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
     started = time.monotonic()
     if buffer.rank == 0:
         threading.Timer(0.5, ep.abort_all, ["the job restarts"]).start()
@@ -401,8 +357,9 @@ def run_one_told_to_stop():
             ep.dispatch(x, ids, weights, buffer=buffer)
     assert time.monotonic() - started < 30
     buffer.close()  # whatever the others do
-    with make_buffer() as another:
-        round_trips(another)
+    another = Normal(HOST)
+    with another.buffer:
+        another.round_trips()
 
 
 def test_a_thread_ends_the_waits_of_all(ranks):

@@ -16,10 +16,13 @@ from megatron_ep.sequences.plan import SequencePlan, Shard
 
 
 @pytest.mark.parametrize("block", a_third(range(6)))
-def test_any_shape(block):
+def test_any_shape(block, device, monkeypatch):
+    """On a GPU every other case with the intra-rank pass."""
     for seed in range(12 * block, 12 * (block + 1)):
-        case = Case(seed)
-        with case.cluster(threads=1 + seed % 2) as cluster:
+        case = Case(seed, device=device)
+        with case.cluster(**{"threads": 1 + seed % 2} if device == "cpu" else {}) as cluster:
+            if device == "cuda" and seed % 2:
+                monkeypatch.setattr(cluster._group.live_backend(), "min_local_bytes", 0)
             dispatcher = SequenceDispatcher(cluster)
             for _ in range(2):
                 check(case, cluster, dispatcher)
