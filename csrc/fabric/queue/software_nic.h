@@ -160,7 +160,7 @@ class SoftwareNic {
     static constexpr size_t kMaxPairs = 16;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     // With these intervals the thread takes 0.3 % of a core while nothing is sent (`megatron-ep
-    // bench network`). Each alone is not measured: chosen as short for what waits for it.
+    // bench`). Each alone is not measured: chosen as short for what waits for it.
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
     static constexpr int kMaxAhead = 4;  // statuses sent to a rank that sends nothing itself
     static constexpr std::chrono::seconds kListen{1};  // between two checks for silent ranks
