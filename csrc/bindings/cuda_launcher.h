@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <utility>
 
@@ -76,6 +77,12 @@ class CudaLauncher : public RankLauncher {
     void abort(Outcome outcome, const std::string& reason) override {
         group_.abort(outcome, reason);
     }
+    std::vector<int64_t> count_times() const override {
+        std::vector<int64_t> ns;
+        for (const auto& time : group_.count_times())
+            ns.push_back(time.time_since_epoch() / std::chrono::nanoseconds(1));
+        return ns;
+    }
     void listen() override { group_.listen(); }
     void drain() override { group_.drain(); }
     void note_capture(void* stream) override { group_.note_capture(stream); }
@@ -143,6 +150,25 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
 template <class FabricParams>
 const CudaGroup<FabricParams>& group_of(const RankLauncher& launcher) {
     return dynamic_cast<const CudaLauncher<FabricParams>&>(launcher).group();
+}
+
+// Return launchers of one rank on a GPU over a fabric that has the heaps of its node's ranks.
+template <class FabricParams>
+std::unique_ptr<RankLauncher> launcher_over(const FabricParams& fabric, const Heap& heap, int rank,
+                                            int device, int num_sms, double timeout) {
+    const std::vector<char*> node(fabric.node, fabric.node + heap.topology.ranks_per_node);
+    return std::make_unique<CudaLauncher<FabricParams>>(
+        heap, fabric, std::vector<int>{rank},
+        std::vector<char*>{node[heap.topology.local_of(rank)]}, node, device, num_sms, timeout);
+}
+template <class FabricParams>
+std::unique_ptr<LowLatencyLauncher> low_latency_over(const FabricParams& fabric,
+                                                     const RankLauncher& launcher,
+                                                     const LowLatencyHeap& heap, int blocks) {
+    const int local = heap.topology.local_of(launcher.ranks().front());
+    return std::make_unique<CudaLowLatencyLauncher<FabricParams>>(
+        group_of<FabricParams>(launcher), heap, fabric, std::vector<char*>{fabric.node[local]},
+        blocks);
 }
 
 }  // namespace ep

@@ -9,108 +9,66 @@
 namespace py = pybind11;
 
 namespace ep {
-
-const char* name(Role role) {
-    switch (role) {
-        case Role::Launch:
-            return "launch";
-        case Role::Notify:
-            return "notify";
-        case Role::NvlSender:
-            return "nvl_sender";
-        case Role::RdmaSender:
-            return "rdma_sender";
-        case Role::SenderCoordinator:
-            return "sender_coordinator";
-        case Role::Forwarder:
-            return "forwarder";
-        case Role::ForwarderCoordinator:
-            return "forwarder_coordinator";
-        case Role::Receiver:
-            return "receiver";
-        case Role::CombineNvlSender:
-            return "combine_nvl_sender";
-        case Role::CombineForwarder:
-            return "combine_forwarder";
-        case Role::CombineReceiver:
-            return "combine_receiver";
-        case Role::LowLatencySender:
-            return "low_latency_sender";
-        case Role::LowLatencyReceiver:
-            return "low_latency_receiver";
-        case Role::LowLatencyCombineSender:
-            return "low_latency_combine_sender";
-        case Role::LowLatencyCombineReceiver:
-            return "low_latency_combine_receiver";
-    }
-    return "?";
-}
-
 namespace {
 
-const char* name(Wait wait) {
-    switch (wait) {
-        case Wait::None:
-            return "nothing";
-        case Wait::NotifyRail:
-            return "counts from another node";
-        case Wait::NotifyNode:
-            return "counts from a rank of this node";
-        case Wait::NvlCredit:
-            return "room in a ring between ranks of this node";
-        case Wait::NvlRow:
-            return "a row in a ring between ranks of this node";
-        case Wait::NvlDrain:
-            return "a ring between ranks of this node to run empty";
-        case Wait::RdmaCredit:
-            return "room in a network ring";
-        case Wait::RdmaRow:
-            return "a row in a network ring";
-        case Wait::RdmaDrain:
-            return "a network ring to run empty";
-        case Wait::PackedRow:
-            return "rows for another node";
-        case Wait::FreedRow:
-            return "rows to be taken from a network ring";
-        case Wait::PartialRow:
-            return "a token's partial sums";
-        case Wait::ReceiverOrder:
-            return "its turn among the receivers of a channel";
-        case Wait::Release:
-            return "a low-latency bank to be received";
-        case Wait::Choices:
-            return "the experts that a rank's tokens chose";
-        case Wait::PutRows:
-            return "rows that a warp puts through the network";
-        case Wait::TaggedRow:
-            return "a row in its slot";
-        case Wait::Rows:
-            return "all rows of a rank";
-        case Wait::SendQueue:
-            return "room in a send queue";
-    }
-    return "?";
+// The names of enumerators, in their order.
+constexpr const char* kRoleNames[] = {"launch",
+                                      "notify",
+                                      "nvl_sender",
+                                      "rdma_sender",
+                                      "sender_coordinator",
+                                      "forwarder",
+                                      "forwarder_coordinator",
+                                      "receiver",
+                                      "combine_nvl_sender",
+                                      "combine_forwarder",
+                                      "combine_receiver",
+                                      "low_latency_sender",
+                                      "low_latency_receiver",
+                                      "low_latency_combine_sender",
+                                      "low_latency_combine_receiver"};
+static_assert(std::size(kRoleNames) == static_cast<size_t>(Role::LowLatencyCombineReceiver) + 1);
+constexpr const char* kWaitNames[] = {"nothing",
+                                      "counts from another node",
+                                      "counts from a rank of this node",
+                                      "room in a ring between ranks of this node",
+                                      "a row in a ring between ranks of this node",
+                                      "a ring between ranks of this node to run empty",
+                                      "room in a network ring",
+                                      "a row in a network ring",
+                                      "a network ring to run empty",
+                                      "rows for another node",
+                                      "rows to be taken from a network ring",
+                                      "a token's partial sums",
+                                      "its turn among the receivers of a channel",
+                                      "a low-latency bank to be received",
+                                      "the experts that a rank's tokens chose",
+                                      "rows that a warp puts through the network",
+                                      "a row in its slot",
+                                      "all rows of a rank",
+                                      "room in a send queue"};
+static_assert(std::size(kWaitNames) == static_cast<size_t>(Wait::SendQueue) + 1);
+constexpr const char* kKindNames[] = {"dispatch",
+                                      "combine",
+                                      "combine with weights",
+                                      "combine with sum_at='expert'",
+                                      "flat dispatch",
+                                      "dispatch by a plan",
+                                      "combine by a plan"};
+static_assert(std::size(kKindNames) == static_cast<size_t>(Sends::Kind::PlannedCombine) + 1);
+constexpr const char* kOutcomeNames[] = {"ok",        "timeout", "aborted",  "interrupted",
+                                         "bad_input", "failed",  "mismatch", "no_layout",
+                                         "overflow",  "masked",  "cut_off",  "lost"};
+static_assert(std::size(kOutcomeNames) == static_cast<size_t>(Outcome::Lost) + 1);
+
+template <size_t kNames, class Enum>
+const char* name_in(const char* const (&names)[kNames], Enum value) {
+    const auto number = static_cast<size_t>(value);
+    return number < kNames ? names[number] : "?";
 }
 
-const char* name(Sends::Kind kind) {
-    switch (kind) {
-        case Sends::Kind::Dispatch:
-            return "dispatch";
-        case Sends::Kind::Combine:
-            return "combine";
-        case Sends::Kind::WeightedCombine:
-            return "combine with weights";
-        case Sends::Kind::CombineAtExpert:
-            return "combine with sum_at='expert'";
-        case Sends::Kind::FlatDispatch:
-            return "flat dispatch";
-        case Sends::Kind::PlannedDispatch:
-            return "dispatch by a plan";
-        case Sends::Kind::PlannedCombine:
-            return "combine by a plan";
-    }
-    return "?";
-}
+const char* name(Wait wait) { return name_in(kWaitNames, wait); }
+const char* name(Sends::Kind kind) { return name_in(kKindNames, kind); }
 
 // Loads with acquire order, because kernels and other processes may be writing.
 uint64_t load(const uint64_t& word) {
@@ -159,35 +117,8 @@ py::list sends_of(const ControlBlock& block) {
 
 const char* name_of_wait(uint64_t wait) { return name(static_cast<Wait>(wait)); }
 
-const char* name(Outcome outcome) {
-    switch (outcome) {
-        case Outcome::Ok:
-            return "ok";
-        case Outcome::Timeout:
-            return "timeout";
-        case Outcome::Aborted:
-            return "aborted";
-        case Outcome::Interrupted:
-            return "interrupted";
-        case Outcome::BadInput:
-            return "bad_input";
-        case Outcome::Failed:
-            return "failed";
-        case Outcome::Mismatch:
-            return "mismatch";
-        case Outcome::NoLayout:
-            return "no_layout";
-        case Outcome::Overflow:
-            return "overflow";
-        case Outcome::Masked:
-            return "masked";
-        case Outcome::CutOff:
-            return "cut_off";
-        case Outcome::Lost:
-            return "lost";
-    }
-    return "?";
-}
+const char* name(Role role) { return name_in(kRoleNames, role); }
+const char* name(Outcome outcome) { return name_in(kOutcomeNames, outcome); }
 
 py::dict describe(const Incident& incident) {
     py::dict d;

@@ -179,20 +179,34 @@ uint64_t number(PyObject* value) {
     return n;
 }
 
+// Returns a member of a launch: a number, the address of a tensor, or 0 for None.
+uint64_t given_number(PyObject* value) {
+    if (PyLong_Check(value)) return number(value);
+    if (value == Py_None) return 0;
+    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+    const auto address =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(value, data_ptr));
+    if (!address) throw py::error_already_set();
+    return number(address.ptr());
+}
+
 // A call's arguments, except the `given` members: each launch passes their values, rank by rank.
 template <class Args>
 struct CallOf {
     std::vector<Args> args;
     std::vector<Setter<Args>> given;
 
-    AllArgs with(PyObject* const* values, size_t count) const {
+    AllArgs with(PyObject* values) const {
         const size_t open = args.size() * given.size();
+        const auto count = static_cast<size_t>(PyTuple_GET_SIZE(values));
         if (count != open)
             throw py::value_error(std::to_string(count) + " members are given, must be " +
                                   std::to_string(open));
         auto filled = args;
+        Py_ssize_t next = 0;
         for (Args& a : filled) {
-            for (const Setter<Args> setter : given) setter(a, number(*values++));
+            for (const Setter<Args> setter : given)
+                setter(a, given_number(PyTuple_GET_ITEM(values, next++)));
         }
         return filled;
     }
@@ -224,14 +238,13 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
 
 // Every call of the package comes through here: METH_FASTCALL takes less time than pybind11.
 PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) try {
-    if (count < 3) throw py::type_error("launch takes a call, a phase, a stream and members");
+    if (count != 4 || !PyTuple_Check(arguments[3]))
+        throw py::type_error("launch takes a call, a phase, a stream and a tuple of members");
     auto& launcher = py::cast<Launcher&>(py::handle(self));
     const auto& call = py::cast<const Call&>(py::handle(arguments[0]));
     const auto phase = static_cast<Phase>(number(arguments[1]));
     auto* stream = reinterpret_cast<void*>(number(arguments[2]));
-    AllArgs args = std::visit(
-        [&](const auto& of) { return of.with(arguments + 3, static_cast<size_t>(count - 3)); },
-        call.of);
+    AllArgs args = std::visit([&](const auto& of) { return of.with(arguments[3]); }, call.of);
     Counted counted;
     {
         const py::gil_scoped_release release;
@@ -258,8 +271,10 @@ PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) t
 
 PyMethodDef launch_method = {
     "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
-    "launch(self, call, phase, stream, *given)\n\n"
-    "Launches a phase of a call. Returns the totals of each rank, if the host waits for them, and "
+    "launch(self, call, phase, stream, given)\n\n"
+    "Launches a phase of a call. given: of each rank the members that the call leaves open: "
+    "numbers, tensors for their addresses, or None for 0. Returns the totals of each rank, if the "
+    "host waits for them, and "
     "whether a dispatch ahead of them had the right room."};
 
 void bind_phase(py::module_& m) {
@@ -321,6 +336,9 @@ void bind_rank_launcher(py::module_& m) {
             py::kw_only(), py::arg("interrupted"), py::arg("failed"), py::arg("reason"), release)
         .def("finished", &RankLauncher::finished)
         .def_property_readonly("seconds", &RankLauncher::seconds)
+        .def("count_times", &RankLauncher::count_times,
+             "When the host, which waited for counts last, had launched notify and the dispatch "
+             "behind it, and saw the counts: ns of time.monotonic_ns().")
         .def("listen", &RankLauncher::listen, release,
              "Afterwards aborted() knows also of those who gave up while no kernel of this process "
              "ran.")

@@ -78,15 +78,29 @@ class Launcher {
     virtual void reset() = 0;
 };
 
+// Returns the arguments of each rank of a launcher, without tensors.
+template <class Args, class AnyLauncher>
+std::vector<Args> blank(const AnyLauncher& launcher, const RowFormat& format) {
+    std::vector<Args> args(launcher.ranks().size());
+    for (size_t i = 0; i < args.size(); ++i) {
+        args[i].rank = launcher.ranks()[i];
+        args[i].heap = launcher.heap();
+        args[i].format = format;
+        if constexpr (requires { launcher.warps(); })
+            args[i].layout = {launcher.heap(), format.topk, launcher.warps(), nullptr};
+    }
+    return args;
+}
+
 // Launches the normal mode, and reports failures of all of a buffer's launches. Functions that only
 // a GPU needs do nothing on the host.
 class RankLauncher : public Launcher {
   public:
     AllArgs dispatch_args(const RowFormat& format) const override {
-        return blank<FusedDispatchArgs>(format);
+        return blank<FusedDispatchArgs>(*this, format);
     }
     AllArgs combine_args(const RowFormat& format) const override {
-        auto args = blank<CombineArgs>(format);
+        auto args = blank<CombineArgs>(*this, format);
         for (CombineArgs& a : args) a.is_combine = true;
         return args;
     }
@@ -105,6 +119,7 @@ class RankLauncher : public Launcher {
     virtual bool finished() const { return false; }
     virtual double seconds() const { return 0; }
     // For a GPU only: see CudaGroup.
+    virtual std::vector<int64_t> count_times() const { return {}; }
     virtual void listen() {}
     virtual void drain() {}
     virtual void note_capture(void*) {}
@@ -113,44 +128,19 @@ class RankLauncher : public Launcher {
     virtual void retire() {}
 
     pybind11::object watch = pybind11::none();  // called while counts are waited for, may raise
-
-  private:
-    template <class Args>
-    std::vector<Args> blank(const RowFormat& format) const {
-        std::vector<Args> args(ranks().size());
-        for (size_t i = 0; i < args.size(); ++i) {
-            args[i].rank = ranks()[i];
-            args[i].heap = heap();
-            args[i].format = format;
-        }
-        return args;
-    }
 };
 
 class LowLatencyLauncher : public Launcher {
   public:
     AllArgs dispatch_args(const RowFormat& format) const override {
-        return blank<LowLatencyDispatchArgs>(format);
+        return blank<LowLatencyDispatchArgs>(*this, format);
     }
     AllArgs combine_args(const RowFormat& format) const override {
-        return blank<LowLatencyCombineArgs>(format);
+        return blank<LowLatencyCombineArgs>(*this, format);
     }
     virtual const LowLatencyHeap& heap() const = 0;
     virtual const std::vector<int>& ranks() const = 0;
     virtual int warps() const = 0;  // warps of a launch
-
-  private:
-    template <class Args>
-    std::vector<Args> blank(const RowFormat& format) const {
-        std::vector<Args> args(ranks().size());
-        for (size_t i = 0; i < args.size(); ++i) {
-            args[i].rank = ranks()[i];
-            args[i].heap = heap();
-            args[i].layout = LowLatencyLayout(heap(), format.topk, warps(), nullptr);
-            args[i].format = format;
-        }
-        return args;
-    }
 };
 
 }  // namespace ep

@@ -48,21 +48,14 @@ std::vector<char*> heaps_of(const Memories& memories) {
 std::unique_ptr<RankLauncher> queue_launcher(const Heap& heap, int rank, const QueueHeap& network,
                                              const Memories& memories, int device, int num_sms,
                                              double timeout) {
-    const std::vector<char*> node = heaps_of(memories);
-    return std::make_unique<CudaLauncher<QueueFabricParams>>(
-        heap, network.fabric(node), std::vector<int>{rank},
-        std::vector<char*>{node[heap.topology.local_of(rank)]}, node, device, num_sms, timeout);
+    return launcher_over(network.fabric(heaps_of(memories)), heap, rank, device, num_sms, timeout);
 }
 
 std::unique_ptr<LowLatencyLauncher> queue_low_latency(const RankLauncher& launcher,
                                                       const LowLatencyHeap& heap,
                                                       const QueueHeap& network,
                                                       const Memories& memories, int blocks) {
-    const std::vector<char*> node = heaps_of(memories);
-    const int local = heap.topology.local_of(launcher.ranks().front());
-    return std::make_unique<CudaLowLatencyLauncher<QueueFabricParams>>(
-        group_of<QueueFabricParams>(launcher), heap, network.fabric(node),
-        std::vector<char*>{node[local]}, blocks);
+    return low_latency_over(network.fabric(heaps_of(memories)), launcher, heap, blocks);
 }
 
 }  // namespace

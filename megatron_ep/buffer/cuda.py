@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.interface import Given
 from megatron_ep.buffer.launches import Launches
 from megatron_ep.buffer.of_group import OfGroup
 from megatron_ep.errors import EPStuckError
@@ -221,9 +222,8 @@ class CudaBackend(OfGroup):
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
         """Launches a phase of a call on the current stream. part: the part of the buffer that it uses, if any."""
-        stream = self.current_stream()
         if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
             if not self.group.graphs():
@@ -232,7 +232,7 @@ class CudaBackend(OfGroup):
                 self._captured_parts.append(part)
             self.group.note_capture(stream)
             # A graph orders its own launches, and torch synchronizes before it captures.
-            return group.launch(call, phase, stream, *given)
+            return group.launch(call, phase, stream, given)
         if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
@@ -245,10 +245,10 @@ class CudaBackend(OfGroup):
             if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
                 self._wait_for_earlier_launches()
             if not self._launches.are_recorded:
-                return group.launch(call, phase, stream, *given)
+                return group.launch(call, phase, stream, given)
             assert self._last is not None
             with self._watched(), self._launches.record(self._last):
-                return group.launch(call, phase, stream, *given)
+                return group.launch(call, phase, stream, given)
         finally:
             self._busy.release()
 

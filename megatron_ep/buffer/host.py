@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.interface import Given
 from megatron_ep.buffer.of_group import OfGroup
 
 POOLED_BYTES = 1 << 20  # least size of outputs whose memory is pooled
@@ -66,8 +67,8 @@ class HostBackend(OfGroup):
         )
         super().__init__(group, nic)
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
-        return group.launch(call, phase, 0, *given)
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+        return group.launch(call, phase, 0, given)
 
     def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64, device="cpu")

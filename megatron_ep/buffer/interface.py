@@ -13,6 +13,7 @@ from megatron_ep.diagnosis.blame import RankStatus
 # Numbers and addresses of one rank's part of a call, by member of the kernels' arguments in csrc/core/args.h and
 # csrc/core/low_latency_args.h. Omitted members have the defaults there.
 Members = dict[str, int]
+Given = tuple[Any, ...]  # members that a call leaves open, rank by rank: numbers, tensors for their addresses, or None
 
 
 class RowCounts(NamedTuple):
@@ -69,8 +70,8 @@ class Backend(HasMemory, Protocol):
     @property
     def group(self) -> _C.Group: ...
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, *given: int, part: object = None) -> Any:
-        """Calls `group.launch` on the current stream. group: the group of this backend or of a part.
+    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+        """Calls `group.launch`. group: the group of this backend or of a part. stream: the current one.
 
         The counts of a rank that gave up before it knew all of them are 0, see `aborted`.
         """

@@ -34,16 +34,16 @@ class KnownCalls:
     """The keys of calls that passed their checks, and what was derived from their arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable) -> Any:
         """Returns what was added for these arguments; None if nothing was."""
         try:
-            return self._known.get(key)
+            return self.known.get(key)
         except TypeError:  # an argument without a hash is invalid
             return None
 
     def add(self, key: Hashable, what: Any) -> None:
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[key] = what
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[key] = what

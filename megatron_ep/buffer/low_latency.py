@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Protocol
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.buffer.host import HostBackend
-from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
@@ -31,16 +29,28 @@ class Call(Protocol):
     def give_up(self) -> None: ...  # makes it an error to receive the call
 
 
+class Received:
+    """A call whose halves were launched together."""
+
+    received = was_received = True
+
+    def give_up(self) -> None: ...
+
+
+RECEIVED = Received()
+
+
 class InFlight:
     """The last two calls of a kind: a third must not be sent before the first has been received."""
 
     def __init__(self, kind: str):
         self._kind = kind
-        self._calls: deque[Call] = deque(maxlen=2)
+        self.first: Call = RECEIVED
+        self.last: Call = RECEIVED
 
     def check(self) -> None:
         """Raises ValueError if no bank is free for another call."""
-        if len(self._calls) == 2 and not self._calls[0].received:
+        if not self.first.received:
             raise ValueError(
                 f"the {self._kind} before the last has not been received, must be before another {self._kind} is sent: "
                 "call the hook that it returned (two may be under way)"
@@ -48,42 +58,30 @@ class InFlight:
 
     def check_received(self) -> None:
         """Raises ValueError if a call has not been received."""
-        if not all(call.received for call in self._calls):
+        if not (self.first.received and self.last.received):
             raise ValueError(f"a {self._kind} is under way, must be received before: call the hook that it returned")
 
-    def add(self, call: Call) -> None:
-        self._calls.append(call)
-
     def give_up(self) -> None:
-        for call in self._calls:
-            call.give_up()
-        self._calls.clear()
+        self.first.give_up()
+        self.last.give_up()
+        self.first = self.last = RECEIVED
 
 
 class LowLatencyRanks:
-    """Launches the halves of low-latency calls on the ranks of this process."""
+    """The low-latency mode of the ranks of this process."""
 
-    def __init__(self, backend: Backend, connection: LowLatencyConnection, masks: Masks | None):
-        self._backend = backend
+    def __init__(self, connection: LowLatencyConnection, masks: Masks | None):
         self.group: _C.LowLatencyGroup = connection.group
         self._masks = masks  # launches, including those in graphs, need the memory of the masks
         self.memories = connection.memories
         self.network_memory = connection.network_memory
         self.warps = self.group.warps
 
-    def launch(self, call: _C.Call, phase: int, *given: int) -> None:
-        if phase == SEND_AND_RECEIVE and self._backend.shares_gpu:
-            # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
-            for half in (SEND, RECEIVE):
-                self._backend.launch(self.group, call, half, *given, part=self)
-        else:
-            self._backend.launch(self.group, call, phase, *given, part=self)
-
     def reset(self) -> None:
         self.group.reset()
 
     def release(self) -> None:
-        del self.group, self._backend
+        del self.group
         self.memories.clear()
         self.network_memory = None
 
@@ -129,7 +127,7 @@ def connect(
         segments = anonymous or group.shared_segments(heap.bytes)
         made = _C.host_low_latency(group=backend.group, heap=heap, segments=segments, warps=warps)
         group.open_on_network(tolerates_loss=masks is not None)
-        return heap, LowLatencyRanks(backend, LowLatencyConnection(made, list(segments)), masks), masks
+        return heap, LowLatencyRanks(LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks
     lines = is_mapped and masks is None and group.keeps_lines()
     # The ranks of this process are launched in sequence, so that each launch may use the SMs of all.
@@ -139,4 +137,4 @@ def connect(
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:
         group.open_on_network(tolerates_loss=masks is not None)
-    return heap, LowLatencyRanks(backend, connection, masks), masks
+    return heap, LowLatencyRanks(connection, masks), masks

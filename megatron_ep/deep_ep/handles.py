@@ -100,7 +100,7 @@ class LowLatencyTuple(_LazyTuple):
         """src_info and layout_range, from the table of the rows of every token that arrived."""
         self.handle.check_received()
         local_experts, max_rows, _ = self.shape
-        dst_rows, is_row = self.handle.rows_of_tokens(self.handle.ranks[0])
+        dst_rows, is_row = self.handle.rows_of_tokens(0)
         (world, max_tokens, _), device = dst_rows.shape, dst_rows.device
         # Choices without a row go to an extra element at the end, which is dropped.
         place = torch.where(is_row, dst_rows, local_experts * max_rows).long()

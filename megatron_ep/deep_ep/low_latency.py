@@ -117,7 +117,7 @@ class LowLatencyCalls(OverInstances):
             [x, topk_idx, stats, dispatch_wait_recv_cost_stats],
             None,
             async_finish,
-            lambda result: [result[0].x, result[0].scales, result[0].handle.ranks[0].layout],
+            lambda result: [result[0].x, result[0].scales, result[0].handle.layouts[0]],
         )
         handle = LowLatencyTuple(low_latency, received.handle, topk_idx, most, x.shape[1])
         rows: Rows = (received.x, received.scales) if use_fp8 else received.x
@@ -177,7 +177,7 @@ class LowLatencyCalls(OverInstances):
         (y, hook), event = run(
             x.device,
             call,
-            [rows, weights, out, combine_wait_recv_cost_stats, handle.handle.ranks[0].layout],
+            [rows, weights, out, combine_wait_recv_cost_stats, handle.handle.layouts[0]],
             None,
             async_finish,
             lambda result: [result[0]],

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ep.buffer import low_latency as launches
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.low_latency import RECEIVED
 from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
@@ -156,23 +157,27 @@ class LowLatency(MaskedRanks):
         masks, the backward pass raises EPError if a rank was masked since the forward pass, and a call, on a GPU
         possibly a later one, raises EPMaskedError if others have masked this rank because it did not come.
         """
-        group, calls = self._group, self._calls
-        settings, signature = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout), None
-        calls.in_flight["dispatch"].check()
-        has_more = scales is not None or recv_rows is not None or recv_wait_ns is not None or return_recv_hook
-        if not has_more and fp8 is None and calls.plans_calls:
-            signature = self._checks.signature("dispatch", settings, x, topk_idx, topk_weights)
-            plan = None if signature is None else self._checks.known(signature)
+        group, calls, signature = self._group, self._calls, None
+        settings = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout)
+        if calls.dispatches.first is not RECEIVED:
+            calls.dispatches.check()
+        pending: list[Pending] | None = [] if return_recv_hook else None
+        if scales is None and recv_rows is None and recv_wait_ns is None:
+            types = (expert_alignment.__class__, expert_capacity.__class__, max_recv_tokens.__class__)  # True == 1
+            signature, plan = self._checks.find(settings + types, x, topk_weights, topk_idx)
             backend = group._backend
             if plan is not None and backend is not None and backend.aborted() is None:
                 try:
-                    self._checks.check_ids(topk_idx)
-                    handle, rows, probs = calls.dispatch_by_plan(backend, plan, x, topk_idx, topk_weights)
+                    if self._checks.on_host:  # on a GPU the kernels check them
+                        self._checks.check_id_values([topk_idx])
+                    handle, (rows, probs, row_scales) = calls.dispatch_by_plan(
+                        backend, plan, x, topk_idx, topk_weights, pending
+                    )
                 except BaseException as error:
                     group.abort_peers(error)
                     raise
-                return LowLatencyReceived(rows, None, None, probs, handle)
-        pending: list[Pending] | None = [] if return_recv_hook else None
+                received = LowLatencyReceived(rows, row_scales, None, probs, handle)
+                return (received, pending[0].receive) if pending else received
         out: tuple[Sequence[torch.Tensor], ...]
         with group.abort_peers_on_error():
             group.check_usable()
@@ -188,7 +193,7 @@ class LowLatency(MaskedRanks):
         if needs_gradient:
             out = differentiable_dispatch(handle, given, pending, xs, weights)
         received = received_of(handle, *out)
-        return received if pending is None else (received, pending[0].receive)
+        return (received, pending[0].receive) if pending else received
 
     def combine(
         self,
@@ -228,21 +233,21 @@ class LowLatency(MaskedRanks):
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
         group, calls, signature = self._group, self._calls, None
-        calls.in_flight["combine"].check()
-        has_more = out is not None or recv_wait_ns is not None or return_recv_hook or renormalize is not False
-        if not has_more and calls.plans_calls and isinstance(handle, LowLatencyHandle) and handle.calls is calls:
-            how = (sum_at, handle.cache_key)
-            signature = self._checks.signature("combine", how, x, topk_weights, row_weights)
-            plan = None if signature is None else self._checks.known(signature)
+        if calls.combines.first is not RECEIVED:
+            calls.combines.check()
+        pending: list[Pending] | None = [] if return_recv_hook else None
+        if recv_wait_ns is None and out is None and renormalize is False and isinstance(handle, LowLatencyHandle):
+            factors = topk_weights if row_weights is None else row_weights
+            how = (sum_at, handle.plan, topk_weights is None, row_weights is None)
+            signature, plan = self._checks.find(how, x, factors)
             backend = group._backend
-            if plan is not None and backend is not None and backend.aborted() is None:
-                factors = topk_weights if row_weights is None else row_weights
+            if plan is not None and backend is not None and handle.calls is calls and backend.aborted() is None:
                 try:
-                    return calls.combine_by_plan(backend, plan, handle, x, factors)
+                    sums = calls.combine_by_plan(backend, plan, handle, x, factors, pending)
                 except BaseException as error:
                     group.abort_peers(error)
                     raise
-        pending: list[Pending] | None = [] if return_recv_hook else None
+                return (sums, pending[0].receive) if pending else sums
         y: Sequence[torch.Tensor]
         with group.abort_peers_on_error():
             group.check_usable()
@@ -262,7 +267,7 @@ class LowLatency(MaskedRanks):
         if needs_gradient:
             y = differentiable_combine(handle, given, pending, xs, factors)
         sums = list(y) if group.takes_lists else y[0]
-        return sums if pending is None else (sums, pending[0].receive)
+        return (sums, pending[0].receive) if pending else sums
 
 
 def _weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> Tensors | None:

@@ -64,7 +64,7 @@ class DispatchFunction(Function):
         pending: list[Pending] | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        n = len(handle.ranks)
+        n = len(handle.layouts)
         ctx.handle, ctx.is_float8, ctx.has_probs = handle, given.plan.float8 is not None, len(tensors) > n
         becomes_float8 = ctx.is_float8 and tensors[0].dtype != torch.float8_e4m3fn
         ctx.straight_through = becomes_float8 and any(ctx.needs_input_grad[3 : 3 + n])
@@ -81,7 +81,7 @@ class DispatchFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n, no_x_grads = len(ctx.handle.ranks), 0
+        n, no_x_grads = len(ctx.handle.layouts), 0
         if ctx.is_float8:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
             if not ctx.straight_through:  # only gradients of weights travel, with rows without elements
@@ -105,7 +105,7 @@ class CombineFunction(Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle = handle
-        n = len(handle.ranks)
+        n = len(handle.layouts)
         with handle.group.abort_peers_on_error():
             y, y_values = handle.calls.launch_combine(
                 handle, given, tensors[:n], values=tensors[n:] or None, pending=pending
@@ -131,7 +131,7 @@ class WeightedCombineFunction(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.sum_at_expert = handle, given.plan.sum_at_expert
         ctx.save_for_backward(*tensors)
-        n = len(handle.ranks)
+        n = len(handle.layouts)
         with handle.group.abort_peers_on_error():
             y, _ = handle.calls.launch_combine(handle, given, tensors[:n], weights=tensors[n:], pending=pending)
         return tuple(y)
@@ -144,12 +144,12 @@ class WeightedCombineFunction(Function):
     @staticmethod
     def _backward(ctx: Any, grads: Tensors) -> tuple[torch.Tensor | None, ...]:
         handle = ctx.handle
-        n = len(handle.ranks)
+        n = len(handle.layouts)
         saved = ctx.saved_tensors
         x, weights = saved[:n], saved[n:]
         back = spread(handle, (*grads, *(() if ctx.sum_at_expert else weights)))
         rows, row_weights = back[:n], weights if ctx.sum_at_expert else back[n:]
-        is_row = [handle.is_row(rank).view(x[0].shape[:-1]) for rank in handle.ranks]
+        is_row = [handle.is_row(i).view(x[0].shape[:-1]) for i in range(n)]
         x_grads, products = [], []
         for i in range(n):
             zero = row_weights[i].new_zeros(())
@@ -166,7 +166,7 @@ class WeightedCombineFunction(Function):
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Sends tensors of a dispatch's tokens to their rows; other rows are zeros."""
-    n, ids, plan = len(handle.ranks), handle.sent_ids(), handle.plan
+    n, ids, plan = len(handle.layouts), handle.sent_ids(), handle.plan
     again = handle.calls.plan(
         tensors[:n],
         handle.topk,
@@ -183,6 +183,6 @@ def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[t
 
 def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Sums tensors of a dispatch's rows at their tokens; values of rows return as [T, K]."""
-    values = tensors[len(handle.ranks)] if len(tensors) > len(handle.ranks) else None
+    values = tensors[len(handle.layouts)] if len(tensors) > len(handle.layouts) else None
     plan = handle.calls.plan_combine(handle, tensors[0], values, sum_at_expert=False, renormalize=False)
     return CombineFunction.apply(handle.in_backward(), CombineArguments(plan), None, *tensors)

@@ -13,12 +13,12 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members
-from megatron_ep.buffer.low_latency import RECEIVE, SEND, SEND_AND_RECEIVE, Call, InFlight, LowLatencyRanks
+from megatron_ep.buffer.low_latency import RECEIVE, RECEIVED, SEND, SEND_AND_RECEIVE, Call, InFlight, LowLatencyRanks
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
-from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
-from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
+from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, DispatchArguments, DispatchPlan
+from megatron_ep.low_latency.rows import Float8, aligned_column, fill_with_zeros, row_format
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
@@ -34,20 +34,13 @@ COMBINE_GIVEN = (
 class Pending:
     """A call whose receiving half can be launched.
 
-    tensors, stream: tensors of the call, and the stream on which they were created.
+    given: members of the launch, which keep its tensors. stream: the stream on which they were created.
     """
 
-    def __init__(
-        self,
-        calls: LowLatencyCalls,
-        call: _C.Call,
-        given: Sequence[int],
-        tensors: Sequence[torch.Tensor],
-        stream: int,
-    ):
+    def __init__(self, calls: LowLatencyCalls, call: _C.Call, given: tuple[Any, ...], stream: int):
         # A received call keeps no references, because `calls` keeps the call: a reference cycle would be freed by the
         # collector at any time, for example while a CUDA graph is captured.
-        self._rest: tuple[Any, ...] | None = (calls, call, given, tensors, stream)
+        self._rest: tuple[Any, ...] | None = (calls, call, given, stream)
         self._given_up = False
 
     @property
@@ -66,29 +59,25 @@ class Pending:
             )
         if self._rest is None:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        calls, call, given, tensors, made_on = self._rest
-        with calls.group.abort_peers_on_error():
-            calls.group.check_usable()
-            calls.backend.keep_for_launch(tensors, made_on)
-            calls.ranks.launch(call, RECEIVE, *given)
+        calls, call, given, made_on = self._rest
+        group: RankGroup = calls.group
+        try:
+            backend = group.live_backend()
+            if backend.aborted() is not None:
+                group.check_usable()
+            stream = backend.current_stream()
+            if made_on != stream:
+                backend.keep_for_launch([part for part in given if isinstance(part, torch.Tensor)], made_on)
+            backend.launch(calls.ranks.group, call, RECEIVE, stream, given, calls.ranks)
             self._rest = None
-            calls.log_masks()
-            calls.group.raise_if_aborted()
+            calls.check_launched(backend)
+        except BaseException as error:
+            group.abort_peers(error)
+            raise
 
     def give_up(self) -> None:
         if self._rest is not None:
             self._rest, self._given_up = None, True
-
-
-class Received:
-    """A call whose halves were launched together."""
-
-    received = was_received = True
-
-    def give_up(self) -> None: ...
-
-
-RECEIVED = Received()
 
 
 class LowLatencyCalls:
@@ -101,12 +90,12 @@ class LowLatencyCalls:
         self.ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
         self.resets = 0
-        self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
+        self.dispatches, self.combines = InFlight("dispatch"), InFlight("combine")
         self.backend.attach(self)
 
     @property
     def plans_calls(self) -> bool:
-        """Whether `dispatch_by_plan` and `combine_by_plan` may launch: without masks, in a process with one rank."""
+        """Whether the plan of a call is used again without its checks: without masks, in a process with one rank."""
         return self.masks is None and not self.group.takes_lists
 
     def offsets(self, topk: int) -> dict[str, int]:
@@ -116,22 +105,14 @@ class LowLatencyCalls:
 
     def new_handle(self, plan: DispatchPlan, forward: LowLatencyHandle | None = None) -> LowLatencyHandle:
         """Returns a handle for one dispatch."""
-        size, device, made_on = plan.offsets["size"], self.group.device, self.backend.current_stream()
-        ranks = []
-        for num_tokens in plan.num_tokens:
-            layout = torch.empty(size, dtype=torch.int32, device=device)
-            ranks.append(RankPart(num_tokens, layout, plan.rows, made_on))
-        return LowLatencyHandle(self, plan, ranks, forward=forward)
+        size, device = plan.offsets["size"], self.group.device
+        layouts = [torch.empty(size, dtype=torch.int32, device=device) for _ in plan.num_tokens]
+        return LowLatencyHandle(self, plan, layouts, self.backend.current_stream(), forward)
 
     def check_received(self) -> None:
         """Raises ValueError if a call has not been received."""
-        for calls in self.in_flight.values():
-            calls.check_received()
-
-    def log_masks(self) -> None:
-        """Logs a warning for each rank that calls have masked, on a GPU possibly some calls ago."""
-        if self.masks is not None:
-            self.masks.log_news()
+        self.dispatches.check_received()
+        self.combines.check_received()
 
     @property
     def backend(self) -> Backend:
@@ -153,8 +134,8 @@ class LowLatencyCalls:
         self.ranks.reset()
         if self.masks is not None:
             self.masks.reset()
-        for calls in self.in_flight.values():
-            calls.give_up()
+        self.dispatches.give_up()
+        self.combines.give_up()
 
     def plan(
         self,
@@ -191,6 +172,7 @@ class LowLatencyCalls:
             num_tokens=num_tokens,
             rows=rows,
             shape=shape,
+            out_shape=(*shape, hidden),
             hidden=hidden,
             dtype=dtype,
             float8=float8,
@@ -212,35 +194,46 @@ class LowLatencyCalls:
 
         zero: whether rows without a token are zeros. pending: receives the call; None: it is received immediately.
         """
-        backend, plan = self.backend, given.plan
-        out: list[torch.Tensor] = []
-        out_weights: list[torch.Tensor] = []
-        out_scales: list[torch.Tensor] = []
-        counters, addresses = given.counters or {}, list[int]()
-        for i, rank in enumerate(handle.ranks):
-            out.append(new_tensor((*plan.shape, plan.hidden), plan.dtype, backend, zero=zero))
-            if weights is not None:
-                out_weights.append(new_tensor(plan.shape, weights[i].dtype, backend, zero=zero))
-            if plan.float8 is not None:
-                out_scales.append(plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero))
-            layout = rank.layout.data_ptr()
-            addresses += (
-                layout,
-                layout + 4 * plan.offsets["dispatch_call"],
-                given.ids[i].data_ptr(),
-                x[i].data_ptr(),
-                _address(given.scales, i),
-                _address(weights, i),
-                out[i].data_ptr(),
-                _address(out_scales, i),
-                _address(out_weights, i),
-                _address(counters.get("recv_rows"), i),
-                _address(counters.get("recv_wait_ns"), i),
-                self._required(handle, i),
+        self.dispatches.check()
+        backend, counters, parts, members = self.backend, given.counters or {}, [], tuple[Any, ...]()
+        for i in range(len(handle.layouts)):
+            tensors = (x[i], given.ids[i], _at(weights, i), _at(given.scales, i))
+            counts = (_at(counters.get("recv_rows"), i), _at(counters.get("recv_wait_ns"), i))
+            part, of_rank = self.dispatch_arguments(
+                backend, given.plan, handle.layouts[i], *tensors, *counts, self._required(handle, i), zero
             )
-        used = (x, given.ids, weights, given.scales, out, out_weights, out_scales)
-        handle.call = self._send("dispatch", plan.call, addresses, handle, used, given.counters, pending)
+            parts.append(part)
+            members += of_rank
+        handle.call = self.send(self.dispatches, backend, given.plan.call, backend.current_stream(), members, pending)
+        out, out_weights, out_scales = ([t for t in of if t is not None] for of in zip(*parts, strict=True))
         return out, out_weights, out_scales
+
+    def dispatch_arguments(
+        self,
+        backend: Backend,
+        plan: DispatchPlan,
+        layout: torch.Tensor,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None = None,
+        recv_rows: torch.Tensor | None = None,
+        recv_wait_ns: torch.Tensor | None = None,
+        required: torch.Tensor | None = None,
+        zero: bool = False,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[Any, ...]]:
+        """Allocates one rank's rows, weights and scales, and returns them with the launch arguments."""
+        out = backend.new_output(plan.out_shape, plan.dtype)
+        out_weights = out_scales = None
+        if weights is not None:
+            out_weights = backend.new_output(plan.shape, weights.dtype)
+        if plan.float8 is not None:
+            out_scales = plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero)
+        if zero:
+            fill_with_zeros(out, out_weights)
+        call = layout.data_ptr() + 4 * plan.offsets["dispatch_call"]
+        given = (layout, call, ids, x, scales, weights, out, out_scales, out_weights, recv_rows, recv_wait_ns, required)
+        return (out, out_weights, out_scales), given
 
     def plan_combine(
         self,
@@ -281,137 +274,126 @@ class LowLatencyCalls:
         """
         handle.check()
         handle.check_received()
-        backend, plan, out = self.backend, given.plan, given.out
-        y: list[torch.Tensor] = []
-        y_values: list[torch.Tensor] = []
-        calls: list[torch.Tensor] = []
-        wait_ns, addresses = (given.counters or {}).get("recv_wait_ns"), list[int]()
-        for i, rank in enumerate(handle.ranks):
-            backend.keep_for_launch((rank.layout,), rank.made_on)
-            shape = (rank.num_tokens, x[i].shape[-1])
-            y.append(backend.new_output(shape, x[i].dtype) if out is None else out[i])
-            if values is not None:
-                y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
-            layout = rank.layout.data_ptr()
-            if pending is None:
-                call = layout + 4 * handle.plan.offsets["combine_call"]
-            else:  # two combines of the same dispatch may be in flight
-                calls.append(torch.empty(1, dtype=torch.int64, device=self.group.device))
-                call = calls[i].data_ptr()
-            factors = _address(weights, i)
-            addresses += (
-                layout,
-                call,
-                x[i].data_ptr(),
-                _address(values, i),
-                factors if plan.sum_at_expert else 0,
-                0 if plan.sum_at_expert else factors,
-                y[i].data_ptr(),
-                _address(y_values, i),
-                _address(wait_ns, i),
-                self._required(handle, i),
-            )
-        used = (x, values, weights, y, y_values, calls)
-        self._send("combine", plan.call, addresses, handle, used, given.counters, pending)
-        return y, y_values
+        self.combines.check()
+        backend, plan, parts, members = self.backend, given.plan, [], tuple[Any, ...]()
+        backend.keep_for_launch(handle.layouts, handle.made_on)
+        wait_ns, has_hook = (given.counters or {}).get("recv_wait_ns"), pending is not None
+        for i in range(len(handle.layouts)):
+            tensors = (x[i], _at(values, i), _at(weights, i), has_hook, _at(given.out, i), _at(wait_ns, i))
+            part, of_rank = self.combine_arguments(backend, plan, handle, i, *tensors, self._required(handle, i))
+            parts.append(part)
+            members += of_rank
+        self.send(self.combines, backend, plan.call, backend.current_stream(), members, pending)
+        return [y for y, _ in parts], [y_values for _, y_values in parts if y_values is not None]
 
-    def _required(self, handle: LowLatencyHandle, i: int) -> int:
-        """Returns the address of the ranks that must not have been masked since the forward pass; 0 without masks."""
+    def combine_arguments(
+        self,
+        backend: Backend,
+        plan: CombinePlan,
+        handle: LowLatencyHandle,
+        rank: int,
+        x: torch.Tensor,
+        values: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        has_hook: bool,
+        out: torch.Tensor | None = None,
+        recv_wait_ns: torch.Tensor | None = None,
+        required: torch.Tensor | None = None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[Any, ...]]:
+        """Allocates one rank's sums and values, and returns them with the launch arguments."""
+        tokens, layout = handle.plan.num_tokens[rank], handle.layouts[rank]
+        y = backend.new_output((tokens, x.shape[-1]), x.dtype) if out is None else out
+        y_values = None
+        if values is not None:
+            y_values = torch.empty(tokens, handle.plan.topk, dtype=values.dtype, device=x.device)
+        if has_hook:  # two combines of the same dispatch may be in flight
+            call: Any = torch.empty(1, dtype=torch.int64, device=x.device)
+        else:
+            call = layout.data_ptr() + 4 * handle.plan.offsets["combine_call"]
+        of_rows, of_tokens = (weights, None) if plan.sum_at_expert else (None, weights)
+        return (y, y_values), (layout, call, x, values, of_rows, of_tokens, y, y_values, recv_wait_ns, required)
+
+    def _required(self, handle: LowLatencyHandle, i: int) -> torch.Tensor | None:
+        """Returns the ranks that must not have been masked since the forward pass; None without masks."""
         if self.masks is None or handle.forward is None:
-            return 0
-        forward = handle.forward.ranks[i]
-        self.backend.keep_for_launch([forward.layout], forward.made_on)
-        return handle.active(forward).data_ptr()
+            return None
+        self.backend.keep_for_launch(handle.forward.layouts, handle.forward.made_on)
+        return handle.forward.active(i)
 
     def dispatch_by_plan(
-        self, backend: Backend, plan: DispatchPlan, x: Any, topk_idx: Any, weights: Any
-    ) -> tuple[LowLatencyHandle, torch.Tensor, torch.Tensor | None]:
-        """Dispatches like `launch_dispatch`, for one rank, received immediately, without float8, counters and masks.
-        Returns handle, rows and their weights."""
-        out = backend.new_output((*plan.shape, plan.hidden), plan.dtype)
-        probs = None if weights is None else backend.new_output(plan.shape, weights.dtype)
+        self,
+        backend: Backend,
+        plan: DispatchPlan,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        pending: list[Pending] | None,
+    ) -> tuple[LowLatencyHandle, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+        """Dispatches like `launch_dispatch`, for one rank, without counters and masks. Returns handle, rows, their
+        weights and scales."""
+        stream = backend.current_stream()
         layout = torch.empty(plan.offsets["size"], dtype=torch.int32, device=self.group.device)
-        [num_tokens], at = plan.num_tokens, layout.data_ptr()
-        rank = RankPart(num_tokens, layout, plan.rows, backend.current_stream())
-        self.ranks.launch(
-            plan.call,
-            SEND_AND_RECEIVE,
-            at,
-            at + 4 * plan.offsets["dispatch_call"],
-            topk_idx.data_ptr(),
-            x.data_ptr(),
-            0,
-            0 if weights is None else weights.data_ptr(),
-            out.data_ptr(),
-            0,
-            0 if probs is None else probs.data_ptr(),
-            0,
-            0,
-            0,
-        )
-        if backend.aborted() is not None:
-            self.group.raise_if_aborted()
-        self.in_flight["dispatch"].add(RECEIVED)
-        return LowLatencyHandle(self, plan, [rank], RECEIVED, resets=self.resets), out, probs
+        handle = LowLatencyHandle(self, plan, [layout], stream)
+        parts, given = self.dispatch_arguments(backend, plan, layout, x, ids, weights)
+        handle.call = self.send(self.dispatches, backend, plan.call, stream, given, pending)
+        return handle, parts
 
     def combine_by_plan(
-        self, backend: Backend, plan: CombinePlan, handle: LowLatencyHandle, x: Any, weights: Any
+        self,
+        backend: Backend,
+        plan: CombinePlan,
+        handle: LowLatencyHandle,
+        x: Any,
+        weights: Any,
+        pending: list[Pending] | None,
     ) -> torch.Tensor:
         """Combines like `launch_combine`, with the restrictions of `dispatch_by_plan`. Returns the sums."""
-        [rank] = handle.ranks
-        handle.check()
-        handle.check_received()
-        if rank.made_on != backend.current_stream():
-            backend.keep_for_launch((rank.layout,), rank.made_on)
-        y = backend.new_output((rank.num_tokens, x.shape[-1]), x.dtype)
-        at, factors = rank.layout.data_ptr(), 0 if weights is None else weights.data_ptr()
-        self.ranks.launch(
-            plan.call,
-            SEND_AND_RECEIVE,
-            at,
-            at + 4 * handle.plan.offsets["combine_call"],
-            x.data_ptr(),
-            0,
-            factors if plan.sum_at_expert else 0,
-            0 if plan.sum_at_expert else factors,
-            y.data_ptr(),
-            0,
-            0,
-            0,
-        )
-        if backend.aborted() is not None:
-            self.group.raise_if_aborted()
-        self.in_flight["combine"].add(RECEIVED)
-        return y
+        if handle.resets != self.resets:
+            handle.check()
+        if handle.call is not RECEIVED:
+            handle.check_received()
+        stream = backend.current_stream()
+        if handle.made_on != stream:
+            backend.keep_for_launch(handle.layouts, handle.made_on)
+        parts, given = self.combine_arguments(backend, plan, handle, 0, x, None, weights, pending is not None)
+        self.send(self.combines, backend, plan.call, stream, given, pending)
+        return parts[0]
 
-    def _send(
+    def send(
         self,
-        kind: str,
-        launch: _C.Call,
-        given: Sequence[int],
-        handle: LowLatencyHandle,
-        tensors: Sequence[Sequence[torch.Tensor] | None],
-        counters: Counters | None,
+        in_flight: InFlight,
+        backend: Backend,
+        call: _C.Call,
+        stream: int,
+        given: tuple[Any, ...],
         pending: list[Pending] | None,
     ) -> Call:
-        """Launches a call. tensors: tensors that it uses, in addition to those of the handle and the counters."""
-        in_flight = self.in_flight[kind]
-        in_flight.check()
-        call: Call = RECEIVED
-        if pending is None:
-            self.ranks.launch(launch, SEND_AND_RECEIVE, *given)
+        """Launches a call."""
+        ranks = self.ranks
+        sent: Call = RECEIVED
+        if pending is not None:
+            sent = Pending(self, call, given, stream)
+            backend.launch(ranks.group, call, SEND, stream, given, ranks)
+            pending.append(sent)
+        elif backend.shares_gpu:
+            # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
+            for half in (SEND, RECEIVE):
+                backend.launch(ranks.group, call, half, stream, given, ranks)
         else:
-            used = [rank.layout for rank in handle.ranks]
-            for part in (*tensors, *(counters or {}).values()):
-                used += part or ()
-            call = Pending(self, launch, given, used, self.backend.current_stream())
-            self.ranks.launch(launch, SEND, *given)
-            pending.append(call)
-        self.log_masks()
-        self.group.raise_if_aborted()
-        in_flight.add(call)
-        return call
+            backend.launch(ranks.group, call, SEND_AND_RECEIVE, stream, given, ranks)
+        if self.masks is not None or backend.aborted() is not None:
+            self.check_launched(backend)
+        if sent is not in_flight.last:
+            in_flight.first, in_flight.last = in_flight.last, sent
+        return sent
+
+    def check_launched(self, backend: Backend) -> None:
+        """Logs masks, and raises a failure that is known after a launch."""
+        if self.masks is not None:
+            self.masks.log_news()
+        if backend.aborted() is not None:
+            self.group.raise_if_aborted()
 
 
-def _address(tensors: Sequence[torch.Tensor] | None, i: int) -> int:
-    return tensors[i].data_ptr() if tensors else 0
+def _at(tensors: Sequence[torch.Tensor] | None, i: int) -> torch.Tensor | None:
+    return tensors[i] if tensors else None

@@ -56,6 +56,7 @@ class Checks:
         self._limits = limits
         self._calls = calls
         self._plans = KnownCalls()
+        self.on_host = group.device.type == "cpu"
 
     def _listed(self, value: Any) -> list[torch.Tensor]:
         """Returns checked tensors as a list."""
@@ -82,43 +83,39 @@ class Checks:
                 plan = self._plan_dispatch(*tensors, *settings)
                 is_as_taken = key == key_of(settings, *tensors)
                 self._plans.add(key, (plan, is_as_taken))
-                if signature is not None and is_as_taken:
+                if signature is not None and is_as_taken and self._calls.plans_calls:
                     self._plans.add(signature, plan)
         assert plan is not None
         listed = self._listed
         ids = listed(topk_idx)
-        if self._group.device.type == "cpu":
-            self._check_id_values(ids)
+        if self.on_host:
+            self.check_id_values(ids)
         counters = None
         if recv_rows is not None or recv_wait_ns is not None:
             counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
         given = DispatchArguments(plan, ids, None if scales is None else listed(scales), counters)
         return given, listed(x), None if topk_weights is None else listed(topk_weights)
 
-    def signature(self, kind: str, how: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
-        """The key of the plan of a call of one rank whose tensors are used as they are and need no gradient; None of
-        others. how: what else the plan depends on; types are part of it, for True is 1."""
-        key: list[Any] = [kind, how, *map(type, how)]
+    def find(self, how: tuple[Any, ...], x: Any, weights: Any, ids: Any = None) -> tuple[tuple[Any, ...] | None, Any]:
+        """Returns the key of a call of one rank whose tensors are used as they are and need no gradient, and its plan
+        once such a call was checked. The key is None for other calls. how: what else the plan depends on."""
         try:
-            for tensor in tensors:
-                if tensor is None:
-                    key.append(None)
-                    continue
-                if not tensor.is_contiguous() or tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
-                    return None
-                key += (tensor.__class__, tensor.dtype, tensor.shape, tensor.device)
-        except AttributeError:  # a list of tensors, or what is none
-            return None
-        return tuple(key)
-
-    def known(self, signature: tuple[Any, ...]) -> Any:
-        """The plan of calls with this signature, once one of them was right."""
-        return self._plans.get(signature)
-
-    def check_ids(self, topk_idx: Any) -> None:
-        """On the CPU; on a GPU the kernels do."""
-        if self._group.device.type == "cpu":
-            self._check_id_values([topk_idx])
+            if not x.is_contiguous() or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
+                return None, None
+            key: tuple[Any, ...] = (how, x.__class__, x.dtype, x.shape, x.device)
+            if ids is not None:
+                if not ids.is_contiguous() or ids.is_neg():
+                    return None, None
+                key += (ids.__class__, ids.dtype, ids.shape, ids.device)
+            if weights is not None:
+                if not weights.is_contiguous() or weights.is_neg():
+                    return None, None
+                if weights.requires_grad and torch.is_grad_enabled():
+                    return None, None
+                key += ("weights", weights.__class__, weights.dtype, weights.shape, weights.device)
+            return key, self._plans.known.get(key)
+        except (AttributeError, TypeError):  # a list of tensors, or an argument that is invalid
+            return None, None
 
     def _plan_dispatch(
         self,
@@ -186,7 +183,7 @@ class Checks:
         [L, W * max_tokens, ...] or [R, ...]. tensors, settings: see `_plan_combine`."""
         x, weights, out, recv_wait_ns = tensors
         sum_at, renormalize = settings
-        how = (sum_at, renormalize, handle.cache_key)
+        how = (sum_at, renormalize, handle.plan)
         key = key_of(how, *tensors)
         plan: CombinePlan | None
         plan, is_as_taken = self._plans.get(key) or (None, False)
@@ -197,7 +194,7 @@ class Checks:
                 plan = self._plan_combine(handle, *tensors, *settings)
                 is_as_taken = key == key_of(how, *tensors)
                 self._plans.add(key, (plan, is_as_taken))
-                if signature is not None and is_as_taken:
+                if signature is not None and is_as_taken and self._calls.plans_calls:
                     self._plans.add(signature, plan)
         assert plan is not None
         listed = self._listed
@@ -223,16 +220,16 @@ class Checks:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
         xs = self._flat("x", as_list("x", x, group), handle, 1)
         check_summable("x", xs[0].dtype, group.device.type)
-        check_payload("x", xs, [rank.rows for rank in handle.ranks])
+        check_payload("x", xs, [handle.plan.rows] * len(xs))
         self._check_row("x", xs[0])
         name = "row_weights" if sum_at == "expert" else "topk_weights"
         if weights is not None:
             flat, meaning = as_list(name, weights, group), ": one for each choice of a token, as of dispatch"
-            shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
+            shapes: list[tuple[int, ...]] = [(tokens, handle.topk) for tokens in handle.plan.num_tokens]
             if sum_at == "expert":
                 meaning = WEIGHTS_OF_ROWS
                 flat = self._flat(name, flat, handle, 0, meaning)
-                shapes = [(rank.rows,) for rank in handle.ranks]
+                shapes = [(handle.plan.rows,)] * len(xs)
             check_weights(name, flat, shapes, (weight_dtype(xs),), meaning)
         if out is not None:
             self._check_out(as_list("out", out, group), xs, handle)
@@ -290,7 +287,7 @@ class Checks:
             return max_recv_tokens
         return world * self._limits.max_tokens * min(topk, local_experts) + local_experts * (expert_alignment - 1)
 
-    def _check_id_values(self, ids: list[torch.Tensor]) -> None:
+    def check_id_values(self, ids: list[Any]) -> None:
         experts = self._group.config.num_experts
         for rank, idx in zip(self._group.ranks, ids, strict=True):
             expert_ids.check(idx, experts, rank if len(ids) > 1 else None)
@@ -301,9 +298,8 @@ class Checks:
         """Returns tensors with one dimension of rows and `inner` others. meaning: see `check_weights`."""
         if not handle.masked:
             return tensors
-        flat = []
-        for tensor, rank in zip(tensors, handle.ranks, strict=True):
-            shape = (self._group.num_local_experts, rank.rows // self._group.num_local_experts)
+        flat, shape = [], handle.plan.shape
+        for tensor in tensors:
             if tensor.dim() != 2 + inner or tuple(tensor.shape[:2]) != shape:
                 allowed = ", ".join(map(str, shape)) + (", H" if inner else "")
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be [{allowed}]{meaning}")
@@ -316,7 +312,7 @@ class Checks:
         xs: list[torch.Tensor],
         handle: LowLatencyHandle,
     ) -> None:
-        for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
+        for tensor, x, tokens in zip(outs, xs, handle.plan.num_tokens, strict=True):
             check_dtype("out", tensor, (x.dtype,))
-            if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
-                raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
+            if tuple(tensor.shape) != (tokens, x.shape[1]):
+                raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(tokens, x.shape[1])}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,31 +12,28 @@ from megatron_ep.low_latency.plans import DispatchPlan
 from megatron_ep.meeting.processes import OfOneProcess
 
 
-@dataclass(slots=True)
-class RankPart:
-    """One rank's part of a handle."""
-
-    num_tokens: int  # T
-    layout: torch.Tensor  # int32, laid out by csrc/core/low_latency_args.h, followed by numbers of calls
-    rows: int  # rows of the received tensors
-    made_on: int  # stream of the dispatch, see Backend.current_stream
-
-
-@dataclass(eq=False)
 class LowLatencyHandle(OfOneProcess):
-    """The layout of a low-latency dispatch. Belongs to the `LowLatency` that made it."""
+    """The layout of a low-latency dispatch. Belongs to the `LowLatency` that made it.
 
-    calls: Any  # LowLatencyCalls
-    plan: DispatchPlan = field(repr=False)
-    ranks: list[RankPart] = field(repr=False)
-    call: Call | None = field(default=None, repr=False)  # the dispatch
-    # In a backward pass: the handle of the forward pass, whose ranks must not have been masked since.
-    forward: LowLatencyHandle | None = field(default=None, repr=False)
-    resets: int = field(default=-1, repr=False)  # of `calls`, when the dispatch was made
+    layouts: int32, one per rank of this process, laid out by csrc/core/low_latency_args.h, then numbers of calls.
+    made_on: stream of the dispatch, see `Backend.current_stream`.
+    forward: in a backward pass the handle of the forward pass, whose ranks must not have been masked since.
+    call: the dispatch.
+    """
 
-    def __post_init__(self) -> None:
-        if self.resets < 0:
-            self.resets = self.calls.resets
+    __slots__ = ("call", "calls", "forward", "layouts", "made_on", "plan", "resets")
+
+    def __init__(
+        self,
+        calls: Any,  # LowLatencyCalls
+        plan: DispatchPlan,
+        layouts: list[torch.Tensor],
+        made_on: int,
+        forward: LowLatencyHandle | None = None,
+    ):
+        self.calls, self.plan, self.layouts, self.made_on, self.forward = calls, plan, layouts, made_on, forward
+        self.call: Call | None = None
+        self.resets: int = calls.resets  # when the dispatch was made
 
     @property
     def topk(self) -> int:
@@ -50,11 +46,6 @@ class LowLatencyHandle(OfOneProcess):
         return self.plan.masked
 
     @property
-    def cache_key(self) -> tuple[object, ...]:
-        """The cache key of arguments: handles with equal keys fit the same rows."""
-        return self.plan.cache_key
-
-    @property
     def group(self) -> RankGroup:
         return self.calls.group
 
@@ -64,9 +55,9 @@ class LowLatencyHandle(OfOneProcess):
         if self.resets == self.calls.resets:
             return
         was_received = self.call is not None and self.call.was_received
-        if not was_received or any(int(self.overflow(rank)) == -1 for rank in self.ranks):
+        if not was_received or any(int(self.overflow(i)) == -1 for i in range(len(self.layouts))):
             found = "was given up"
-        elif self.calls.masks is not None and any(not self.active(rank).all() for rank in self.ranks):
+        elif self.calls.masks is not None and any(not self.active(i).all() for i in range(len(self.layouts))):
             found = "left masked ranks out"
         else:
             return
@@ -84,54 +75,55 @@ class LowLatencyHandle(OfOneProcess):
 
     def in_backward(self) -> LowLatencyHandle:
         """Returns this handle for a combine in a backward pass."""
-        return replace(self, forward=self.forward or self)
+        again = LowLatencyHandle(self.calls, self.plan, self.layouts, self.made_on, self.forward or self)
+        again.call, again.resets = self.call, self.resets
+        return again
 
     def ids(self) -> list[torch.Tensor]:
         """Returns topk_idx of the dispatch, int32 [T, K] per rank; -2 - id if the expert's rank was masked."""
         first = self.plan.offsets["experts"]
-        sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
         return [
-            rank.layout[first : first + size[0] * size[1]].view(size)
-            for rank, size in zip(self.ranks, sizes, strict=True)
+            layout[first : first + tokens * self.topk].view(tokens, self.topk)
+            for layout, tokens in zip(self.layouts, self.plan.num_tokens, strict=True)
         ]
 
     def sent_ids(self) -> list[torch.Tensor]:
         """Returns `ids` with -1 for choices of ranks that were masked."""
         return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
 
-    def active(self, rank: RankPart) -> torch.Tensor:
+    def active(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [W]: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
         first = self.plan.offsets["active"]
-        return rank.layout[first : first + self.calls.group.topology.world_size]
+        return self.layouts[rank][first : first + self.calls.group.topology.world_size]
 
-    def counts(self, rank: RankPart) -> torch.Tensor:
+    def counts(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [L]: rows per local expert, without padding."""
         first = self.plan.offsets["counts"]
-        return rank.layout[first : first + self.calls.group.num_local_experts]
+        return self.layouts[rank][first : first + self.calls.group.num_local_experts]
 
-    def starts(self, rank: RankPart) -> torch.Tensor:
+    def starts(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [L + 1]: the first row of each local expert, and the end of the last one's rows."""
         first = self.plan.offsets["starts"]
-        return rank.layout[first : first + self.calls.group.num_local_experts + 1]
+        return self.layouts[rank][first : first + self.calls.group.num_local_experts + 1]
 
-    def overflow(self, rank: RankPart) -> torch.Tensor:
+    def overflow(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [1]: not 0 if rows did not fit."""
-        return rank.layout[: self.plan.offsets["overflow"] + 1]
+        return self.layouts[rank][: self.plan.offsets["overflow"] + 1]
 
-    def rows_of_tokens(self, rank: RankPart) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows_of_tokens(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns int32 and bool [W, max_tokens, K]: the local row of each choice of all ranks' tokens, and whether it
         has one. Computed from tensors that users cannot write to, unlike counts and starts."""
         world, offsets = self.calls.group.topology.world_size, self.plan.offsets
-        rows = rank.layout[offsets["dst_rows"] : offsets["active"]].view(world, -1, self.topk)
-        words = rank.layout[offsets["present"] : offsets["dst_rows"]].view(world, -1, 1)
+        rows = self.layouts[rank][offsets["dst_rows"] : offsets["active"]].view(world, -1, self.topk)
+        words = self.layouts[rank][offsets["present"] : offsets["dst_rows"]].view(world, -1, 1)
         bits = torch.arange(32, dtype=torch.int32, device=words.device)
         came = (words >> bits & 1).view(world, -1)[:, : rows.shape[1]] == 1
         if self.calls.masks is not None:
             came &= self.active(rank).view(world, 1) == 1
         return rows, came.unsqueeze(2) & (rows >= 0)
 
-    def is_row(self, rank: RankPart) -> torch.Tensor:
+    def is_row(self, rank: int) -> torch.Tensor:
         """Returns bool [rows]: which rows hold a token."""
         rows, are_there = self.rows_of_tokens(rank)
-        place = torch.where(are_there, rows, rank.rows).flatten().long()
-        return are_there.new_zeros(rank.rows + 1).scatter_(0, place, True)[:-1]
+        place = torch.where(are_there, rows, self.plan.rows).flatten().long()
+        return are_there.new_zeros(self.plan.rows + 1).scatter_(0, place, True)[:-1]

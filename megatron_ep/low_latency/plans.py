@@ -5,7 +5,6 @@ A plan is everything about a call except tensor addresses. It is cached by shape
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,12 +17,13 @@ from megatron_ep.low_latency.rows import Float8
 Counters = Mapping[str, Sequence[torch.Tensor]]  # recv_rows and recv_wait_ns of the caller, one tensor per rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DispatchPlan:
     """Everything about a dispatch except tensor addresses. See `LowLatencyCalls.plan`.
 
     num_tokens: tokens of each rank of this process. rows, shape: number and shape of the rows that each rank has room
-    for. dtype: dtype of received rows. offsets: offsets of the parts of a handle's layout.
+    for, without H; out_shape: with H. dtype: dtype of received rows. offsets: offsets of the parts of a handle's
+    layout, in int32.
     """
 
     topk: int
@@ -32,16 +32,12 @@ class DispatchPlan:
     num_tokens: tuple[int, ...]
     rows: int
     shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
     hidden: int
     dtype: torch.dtype
     float8: Float8 | None
     offsets: Mapping[str, int]
     call: _C.Call
-
-    @functools.cached_property
-    def cache_key(self) -> tuple[object, ...]:
-        """The cache key of arguments: dispatches with equal keys fit the same rows."""
-        return (self.topk, self.masked, self.rows, self.num_tokens)
 
 
 @dataclass(frozen=True)

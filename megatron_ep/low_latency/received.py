@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
+from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.normal.handle import shapes_of
 
 
@@ -57,9 +57,9 @@ class LowLatencyReceived:
         return _one(self.handle, self.handle.overflow)
 
 
-def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) -> Any:
+def _one(handle: LowLatencyHandle, view_of: Callable[[int], torch.Tensor]) -> Any:
     """Creates a view on access: most callers need few of them, and each takes torch some time."""
-    views = [view_of(rank) for rank in handle.ranks]
+    views = [view_of(i) for i in range(len(handle.layouts))]
     return views if handle.calls.group.takes_lists else views[0]
 
 

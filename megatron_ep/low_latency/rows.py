@@ -34,12 +34,16 @@ class Float8:
         """Returns scales [*rows, ceil(H / 128)], row-major or column-major."""
         blocks = -(-hidden // SCALE_BLOCK)
         if not self.column:
-            return new_tensor((*rows, blocks), self.scale_dtype, backend, zero=zero)
+            scales = backend.new_output((*rows, blocks), self.scale_dtype)
+            fill_with_zeros(scales if zero else None)
+            return scales
         words, dtype = blocks, torch.float32
         if self.scale_dtype != torch.float32:
             words, dtype = blocks // BLOCKS_OF_WORD, torch.int32
         aligned = aligned_column(rows[-1])
-        columns = new_tensor((*rows[:-1], words, aligned), dtype, backend, zero=zero).transpose(-1, -2)
+        columns = backend.new_output((*rows[:-1], words, aligned), dtype)
+        fill_with_zeros(columns if zero else None)
+        columns = columns.transpose(-1, -2)
         return columns if aligned == rows[-1] else columns[..., : rows[-1], :]
 
 
@@ -79,11 +83,10 @@ def aligned_column(rows: int) -> int:
     return -(-rows // 4) * 4
 
 
-def new_tensor(shape: Sequence[int], dtype: torch.dtype, backend: Backend, *, zero: bool) -> torch.Tensor:
-    tensor = backend.new_output(shape, dtype)
-    if zero:
-        tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
-    return tensor
+def fill_with_zeros(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
 
 
 def row_format(

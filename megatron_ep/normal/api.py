@@ -218,15 +218,19 @@ def _dispatch_by_plan(
         return None
     if handle is None:
         handle = Handle(group, plan.topk, [], is_flat=layout == "flat")
-    tensors = (x,) if topk_weights is None else (x, topk_weights)
     if signature[0][4]:
+        tensors = (x,) if topk_weights is None else (x, topk_weights)
         out = autograd.DispatchFunction.apply(
-            handle, 1, functools.partial(plan.tensors, handle, topk_idx, scales), *tensors
+            handle, 1, functools.partial(plan.tensors, handle, backend, topk_idx, scales), *tensors
         )
+        rows, row_scales, probs = out[0], None if scales is None else out[-1], None if topk_weights is None else out[1]
     else:
-        out = plan.tensors(handle, topk_idx, scales, *tensors)
-    probs = None if topk_weights is None else out[1]
-    return _ReceivedLater(out[0], None if scales is None else out[-1], probs, handle=handle)
+        try:
+            rows, row_scales, probs = plan.run(handle, backend, topk_idx, x, scales, topk_weights)
+        except BaseException as error:
+            group.abort_peers(error)
+            raise
+    return _ReceivedLater(rows, row_scales, probs, handle=handle)
 
 
 def _received_of(
@@ -277,14 +281,18 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     group, is_traced = handle.group, torch.compiler.is_compiling()
     signature = None if is_traced else plans.combine_signature(handle, x, weights)
     if signature is not None:
-        plan: plans.CombinePlan | None = group.known_calls.get(signature)
+        plan: Any = group.known_calls.get(signature)
         backend = group._backend
         if plan is not None and backend is not None and backend.aborted() is None:
-            tensors = (x,) if weights is None else (x, weights)
-            if not signature[0]:
-                return plan.tensors(handle, *tensors)[0]
-            function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
-            return function.apply(handle, 1, functools.partial(plan.tensors, handle), *tensors)[0]
+            if signature[0]:
+                function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
+                tensors = (x,) if weights is None else (x, weights)
+                return function.apply(handle, 1, functools.partial(plan.tensors, handle, backend), *tensors)[0]
+            try:
+                return plan.run(handle, backend, x, None, weights)[0]
+            except BaseException as error:
+                group.abort_peers(error)
+                raise
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()

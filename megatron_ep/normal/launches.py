@@ -43,7 +43,7 @@ def launch_dispatch(
     if plans_calls(handle.group):
         given = (x[0], _at(scales, 0), _at(weights, 0))
         prepared = plan.dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
-        parts = [prepared.run(handle, _at(handle.topk_idx, 0), *given)]
+        parts = [prepared.run(handle, handle.group.live_backend(), _at(handle.topk_idx, 0), *given)]
     else:
         parts = _dispatch_on_all(handle, x, scales, weights, clears_end, all_weights)
     handle.request, handle.topk_idx = None, ()
@@ -70,7 +70,7 @@ def launch_combine(
     """
     if plans_calls(handle.group):
         given = (x[0], _at(weights, 0), _at(row_weights, 0))
-        parts = [plan.combine_plan(handle, *given).run(handle, *given, biases)]
+        parts = [plan.combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
     else:
         assert not biases
         parts = _combine_on_all(handle, x, weights, row_weights)
@@ -95,6 +95,7 @@ def _dispatch_on_all(
 ) -> list[plan.Outputs]:
     group, request, topk_idx = handle.group, handle.request, handle.topk_idx
     backend = group.live_backend()
+    stream = backend.current_stream()
     tensors = [(x[i], _at(scales, i), _at(weights, i)) for i in range(len(x))]
     plans = [plan.DispatchPlan(handle, *of, clears_end=clears_end, all_weights=all_weights) for of in tensors]
     call = backend.group.dispatch(plans[0].row, [p.members for p in plans], plan.DISPATCH_GIVEN)
@@ -106,14 +107,17 @@ def _dispatch_on_all(
         if first.is_counted:
             layouts = [torch.empty(p.layout_size, dtype=torch.int32, device=group.device) for p in plans]
             given = [plan.counts_given(*of) for of in zip(topk_idx, told, layouts, strict=True)]
-            totals, _ = backend.launch(backend.group, call, plan.NOTIFY, *itertools.chain(*given))
+            totals, _ = backend.launch(backend.group, call, plan.NOTIFY, stream, tuple(itertools.chain(*given)))
             counts = row_counts.known(group, request, topk_idx, totals, handle.is_flat)
             told = [backend.taken_counts(of_rank) for of_rank in told] if first.waits else told
         else:
             counts, phase = [p.room for p in plans], plan.FUSED
-        handle.ranks = [p.new_rank(backend, counts[i], layouts[i], told[i]) for i, p in enumerate(plans)]
-    parts = [p.arguments(handle, backend, handle.ranks[i], _at(topk_idx, i), *tensors[i]) for i, p in enumerate(plans)]
-    backend.launch(backend.group, call, phase, *itertools.chain(*(given for _, given in parts)))
+        handle.ranks = [p.new_rank(stream, counts[i], layouts[i], told[i]) for i, p in enumerate(plans)]
+    parts = [
+        p.arguments(handle, backend, stream, handle.ranks[i], _at(topk_idx, i), *tensors[i])
+        for i, p in enumerate(plans)
+    ]
+    backend.launch(backend.group, call, phase, stream, tuple(itertools.chain(*(given for _, given in parts))))
     group.calls.note("dispatch", handle.ranks[0].layout.data_ptr())
     group.raise_if_aborted()
     return [outputs for outputs, _ in parts]
@@ -123,16 +127,16 @@ def _combine_on_all(
     handle: Handle, x: Tensors, weights: Tensors | None, row_weights: Tensors | None
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     backend = handle.group.live_backend()
-    plans, parts = [], []
+    stream, plans, parts = backend.current_stream(), [], []
     for i, rank in enumerate(handle.ranks):
         given = (x[i], _at(weights, i), _at(row_weights, i))
         plans.append(plan.CombinePlan(handle, rank, *given))
-        parts.append(plans[i].arguments(handle, backend, rank, *given))
+        parts.append(plans[i].arguments(handle, backend, stream, rank, *given))
     call = backend.group.combine(plans[0].row, [p.members for p in plans], plan.COMBINE_GIVEN)
-    backend.launch(backend.group, call, plan.COMBINE, *itertools.chain(*(given for *_, given in parts)))
+    backend.launch(backend.group, call, plan.COMBINE, stream, tuple(itertools.chain(*(given for *_, given in parts))))
     handle.group.calls.note("combine", handle.ranks[0].layout.data_ptr())
     handle.group.raise_if_aborted()
-    return [(y, y_weights) for y, y_weights, *_ in parts]
+    return [(y, y_weights) for y, y_weights, _ in parts]
 
 
 # ---- results of a handle, gradients, checks

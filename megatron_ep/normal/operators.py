@@ -10,7 +10,7 @@ Lists have one entry per rank of this process, and are empty for arguments that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,32 @@ from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
 ANY_STREAM = -1  # stream of a handle's tables that no launch is on, so that every launch keeps them
+
+_LIBRARY = torch.library.Library("megatron_ep", "FRAGMENT")
+
+
+def _operator(schema: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
+    """Registers a function as the operator of this schema, which is the result. `torch.library.custom_op` would check
+    in each call that no output is an input.
+
+    All ranks must make the same calls in the same order. A compiler may omit operators without effects if their results
+    are unused, merge equal ones, and reorder independent ones by tensor sizes, which differ between ranks.
+    """
+
+    def register(run: Callable[..., list[Tensor]]) -> Any:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        operator = getattr(torch.ops.megatron_ep, name).default
+        _register_effectful_op(operator, _EffectType.ORDERED)
+        return operator
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
+    """Registers what the compiler runs in place of an operator."""
+    return torch.library.register_fake(f"megatron_ep::{name}", lib=_LIBRARY)
 
 
 def _group(number: int) -> RankGroup:
@@ -65,10 +91,8 @@ def _handle(
 # ---- dispatch
 
 
-@torch.library.custom_op(
-    "megatron_ep::dispatch",
-    mutates_args=(),
-    schema="(Tensor[] x, Tensor[] topk_idx, Tensor[] weights, Tensor[] scales, int buffer, int expert_alignment, "
+@_operator(
+    "dispatch(Tensor[] x, Tensor[] topk_idx, Tensor[] weights, Tensor[] scales, int buffer, int expert_alignment, "
     "int expert_capacity, SymInt max_recv_tokens, bool clears_end) -> Tensor[]",
 )
 def dispatch_op(
@@ -104,7 +128,7 @@ def dispatch_op(
     ]
 
 
-@dispatch_op.register_fake
+@_fake("dispatch")
 def _(
     x: list[Tensor],
     topk_idx: list[Tensor],
@@ -152,11 +176,9 @@ def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], row
     ]
 
 
-@torch.library.custom_op(
-    "megatron_ep::dispatch_again",
-    mutates_args=(),
-    schema="(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] dst_rows, Tensor[] rails, "
-    "int buffer, SymInt[] rows, bool clears_end, str backward_of) -> Tensor[]",
+@_operator(
+    "dispatch_again(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] dst_rows, "
+    "Tensor[] rails, int buffer, SymInt[] rows, bool clears_end, str backward_of) -> Tensor[]",
 )
 def dispatch_again_op(
     x: list[Tensor],
@@ -181,7 +203,7 @@ def dispatch_again_op(
     return [*out, *(out_weights or ()), *(out_scales or ())]
 
 
-@dispatch_again_op.register_fake
+@_fake("dispatch_again")
 def _(
     x: list[Tensor],
     weights: list[Tensor],
@@ -199,10 +221,8 @@ def _(
 # ---- combine
 
 
-@torch.library.custom_op(
-    "megatron_ep::combine",
-    mutates_args=(),
-    schema="(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] dst_rows, "
+@_operator(
+    "combine(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] dst_rows, "
     "Tensor[] rails, int buffer, SymInt[] num_tokens, str backward_of) -> Tensor[]",
 )
 def combine_op(
@@ -225,7 +245,7 @@ def combine_op(
     return [*out, *(out_weights or ())]
 
 
-@combine_op.register_fake
+@_fake("combine")
 def _(
     x: list[Tensor],
     weights: list[Tensor],
@@ -308,14 +328,12 @@ def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return rows, weights, row_weights, none, none, none, None, None, None
 
 
-dispatch_op.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
-dispatch_again_op.register_autograd(_dispatch_again_backward, setup_context=_setup_dispatch_again)
-combine_op.register_autograd(_combine_backward, setup_context=_setup_combine)
-
-# All ranks must make the same calls in the same order. A compiler may omit operators without effects if their results
-# are unused, merge equal ones, and reorder independent ones by tensor sizes, which differ between ranks.
-for _op in (dispatch_op, dispatch_again_op, combine_op):
-    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
+for _name, _backward, _setup in (
+    ("dispatch", _dispatch_backward, _setup_dispatch),
+    ("dispatch_again", _dispatch_again_backward, _setup_dispatch_again),
+    ("combine", _combine_backward, _setup_combine),
+):
+    torch.library.register_autograd(f"megatron_ep::{_name}", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
 # ---- traced calls

@@ -21,6 +21,8 @@ from megatron_ep.normal import row_counts
 from megatron_ep.normal.handle import Handle, RankHandle
 
 Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+Maybe = Tensor | None
 
 # Rows after which an NVLink ring's flag is published, even if no warp waits. Other numbers have not been measured.
 NVL_BATCH = 8
@@ -104,10 +106,9 @@ def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, gi
     return make(row, [members], given) if len(group.ranks) == 1 else None
 
 
-def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> list[int]:
+def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> tuple[Any, ...]:
     """Returns the launch arguments of an exchange of counts."""
-    addresses = [ids.data_ptr(), told.data_ptr(), layout.data_ptr()]
-    return addresses + [0] * (len(DISPATCH_GIVEN) - len(addresses))
+    return ids, told, layout, *(None,) * (len(DISPATCH_GIVEN) - 3)
 
 
 class DispatchPlan:
@@ -147,11 +148,11 @@ class DispatchPlan:
         self.call = call_of(group.live_backend().group.dispatch, group, self.row, self.members, DISPATCH_GIVEN)
 
     def tensors(
-        self, handle: Handle, ids: Tensor | None, scales: Tensor | None, x: Tensor, weights: Tensor | None = None
+        self, handle: Handle, backend: Backend, ids: Maybe, scales: Maybe, x: Tensor, weights: Maybe = None
     ) -> tuple[Tensor, ...]:
         """Calls `run` and returns rows, then weights and scales if there are any. Aborts the peers on an error."""
         try:
-            rows, out_scales, probs = self.run(handle, ids, x, scales, weights)
+            rows, out_scales, probs = self.run(handle, backend, ids, x, scales, weights)
         except BaseException as error:
             handle.group.abort_peers(error)
             raise
@@ -159,28 +160,25 @@ class DispatchPlan:
             return (rows,) if probs is None else (rows, probs)
         return (rows, out_scales) if probs is None else (rows, probs, out_scales)
 
-    def run(
-        self, handle: Handle, ids: Tensor | None, x: Tensor, scales: Tensor | None, weights: Tensor | None
-    ) -> Outputs:
+    def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
         """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; None uses the handle's layout."""
-        group = handle.group
-        backend = group.live_backend()
+        group, stream = handle.group, backend.current_stream()
         if ids is not None and self.is_counted:
-            outputs = self._run_counted(handle, backend, ids, x, scales, weights)
+            outputs = self._run_counted(handle, backend, stream, ids, x, scales, weights)
         else:
             phase = DISPATCH
             if ids is not None:
                 told = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
-                phase, handle.ranks = FUSED, [self.new_rank(backend, self.room, None, told)]
-            outputs, given = self.arguments(handle, backend, handle.ranks[0], ids, x, scales, weights)
-            backend.launch(backend.group, self.call, phase, *given)
+                phase, handle.ranks = FUSED, [self.new_rank(stream, self.room, None, told)]
+            outputs, given = self.arguments(handle, backend, stream, handle.ranks[0], ids, x, scales, weights)
+            backend.launch(backend.group, self.call, phase, stream, given)
             group.calls.note("dispatch", given[LAYOUT])
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return outputs
 
     def _run_counted(
-        self, handle: Handle, backend: Backend, ids: Tensor, x: Tensor, scales: Tensor | None, weights: Tensor | None
+        self, handle: Handle, backend: Backend, stream: int, ids: Tensor, x: Tensor, scales: Maybe, weights: Maybe
     ) -> Outputs:
         group, request, given = handle.group, self.request, (ids, x, scales, weights)
         told, phase, layout = backend.new_counts(group.num_local_experts, wait=self.waits), DISPATCH, None
@@ -188,12 +186,12 @@ class DispatchPlan:
         if room is not None:
             least = row_counts.least_rows(room)
             try:
-                rank = self.new_rank(backend, room, None, told)
-                outputs, values = self.arguments(handle, backend, rank, *given, least=least, is_ahead=True)
+                rank = self.new_rank(stream, room, None, told)
+                outputs, values = self.arguments(handle, backend, stream, rank, *given, least=least, is_ahead=True)
             except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
-            totals, fits = backend.launch(backend.group, self.call, AHEAD, *values)
+            totals, fits = backend.launch(backend.group, self.call, AHEAD, stream, values)
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
             told = rank.tokens_per_expert = backend.taken_counts(told)
             if fits:
@@ -207,20 +205,20 @@ class DispatchPlan:
             del rank, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
             layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
-            totals, _ = backend.launch(backend.group, self.call, NOTIFY, *counts_given(ids, told, layout))
+            totals, _ = backend.launch(backend.group, self.call, NOTIFY, stream, counts_given(ids, told, layout))
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
             if self.waits:
                 told = backend.taken_counts(told)
-        rank = self.new_rank(backend, counts, layout, told)
-        outputs, values = self.arguments(handle, backend, rank, *given)
+        rank = self.new_rank(stream, counts, layout, told)
+        outputs, values = self.arguments(handle, backend, stream, rank, *given)
         handle.ranks = [rank]
-        backend.launch(backend.group, self.call, phase, *values)
+        backend.launch(backend.group, self.call, phase, stream, values)
         group.calls.note("dispatch", values[LAYOUT])
         return outputs
 
-    def new_rank(self, backend: Backend, counts: RowCounts, layout: Tensor | None, told: Tensor) -> RankHandle:
+    def new_rank(self, made_on: int, counts: RowCounts, layout: Tensor | None, told: Tensor) -> RankHandle:
         """Returns a rank's handle with tables for `counts` rows. layout: None: it precedes the tables in memory."""
-        request, topk, made_on = self.request, self.topk, backend.current_stream()
+        request, topk = self.request, self.topk
         _, _, received, rail = counts
         if request.has_fixed_sizes:
             sizes = ((received, topk), (rail, topk))
@@ -241,6 +239,7 @@ class DispatchPlan:
         self,
         handle: Handle,
         backend: Backend,
+        stream: int,
         rank: RankHandle,
         ids: Tensor | None,
         x: Tensor,
@@ -249,9 +248,9 @@ class DispatchPlan:
         *,
         least: int = 0,
         is_ahead: bool = False,
-    ) -> tuple[Outputs, tuple[int, ...]]:
+    ) -> tuple[Outputs, tuple[Any, ...]]:
         """Allocates the outputs and returns them with the arguments of the launch that fills them."""
-        if rank.made_on != backend.current_stream():
+        if rank.made_on != stream:
             backend.keep_for_launch(rank.tensors(), rank.made_on)
         _, rows, received, rail = rank.counts
         out = backend.new_output((rows, self.hidden), self.dtype)
@@ -269,28 +268,10 @@ class DispatchPlan:
             passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
         else:
             passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
-        return (out, out_scales, out_weights), (
-            0 if ids is None else ids.data_ptr(),
-            0 if ids is None else rank.tokens_per_expert.data_ptr(),
-            layout,
-            x.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-            out.data_ptr(),
-            0 if out_scales is None else out_scales.data_ptr(),
-            0 if out_weights is None else out_weights.data_ptr(),
-            dst_rows,
-            rail_experts,
-            source_tokens if fills else 0,
-            rows,
-            received,
-            rail,
-            passes,
-            least,
-            is_ahead,
-            fills,
-            handle.group.resets - handle.made_after_resets,
-        )
+        told, age = None if ids is None else rank.tokens_per_expert, handle.group.resets - handle.made_after_resets
+        tensors = (ids, told, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
+        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, is_ahead, fills, age)
+        return (out, out_scales, out_weights), tensors + numbers
 
 
 class CombinePlan:
@@ -308,26 +289,23 @@ class CombinePlan:
         self.members["is_weighted"] = row_weights is not None
         self.call = call_of(group.live_backend().group.combine, group, self.row, self.members, COMBINE_GIVEN)
 
-    def tensors(self, handle: Handle, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, ...]:
+    def tensors(
+        self, handle: Handle, backend: Backend, x: Tensor, row_weights: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Calls `run` and returns the sums. Aborts the peers on an error."""
         try:
-            return (self.run(handle, x, None, row_weights)[0],)
+            return (self.run(handle, backend, x, None, row_weights)[0],)
         except BaseException as error:
             handle.group.abort_peers(error)
             raise
 
     def run(
-        self,
-        handle: Handle,
-        x: Tensor,
-        weights: Tensor | None = None,
-        row_weights: Tensor | None = None,
-        biases: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor | None]:
+        self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
+    ) -> tuple[Tensor, Maybe]:
         """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
-        backend = handle.group.live_backend()
-        y, y_weights, _, given = self.arguments(handle, backend, handle.ranks[0], x, weights, row_weights, biases)
-        backend.launch(backend.group, self.call, COMBINE, *given)
+        stream, rank = backend.current_stream(), handle.ranks[0]
+        y, y_weights, given = self.arguments(handle, backend, stream, rank, x, weights, row_weights, biases)
+        backend.launch(backend.group, self.call, COMBINE, stream, given)
         handle.group.calls.note("combine", given[0])
         if backend.aborted() is not None:
             handle.group.raise_if_aborted()
@@ -337,15 +315,16 @@ class CombinePlan:
         self,
         handle: Handle,
         backend: Backend,
+        stream: int,
         rank: RankHandle,
         x: Tensor,
-        weights: Tensor | None,
-        row_weights: Tensor | None,
-        biases: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:
-        """Returns the two outputs, a tensor that must be kept until the launch, and the launch arguments."""
+        weights: Maybe,
+        row_weights: Maybe,
+        biases: Tensors = (),
+    ) -> tuple[Tensor, Maybe, tuple[Any, ...]]:
+        """Allocates the outputs and returns them with the arguments of the launch that fills them."""
         group = handle.group
-        if rank.made_on != backend.current_stream():
+        if rank.made_on != stream:
             backend.keep_for_launch(rank.tensors(), rank.made_on)
         _, rows, received, rail = rank.counts
         y = backend.new_output((self.num_tokens, self.hidden), self.dtype)
@@ -355,24 +334,9 @@ class CombinePlan:
         if rows >= self.pass_rows:
             sums = sums_of(group, self.row, rows, received, x)
         layout, dst_rows, rail_experts, _ = rank.addresses()
-        given = (
-            layout,
-            x.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-            0 if row_weights is None else row_weights.data_ptr(),
-            y.data_ptr(),
-            0 if y_weights is None else y_weights.data_ptr(),
-            0 if sums is None else sums.data_ptr(),
-            biases[0].data_ptr() if biases else 0,
-            biases[1].data_ptr() if len(biases) > 1 else 0,
-            dst_rows,
-            rail_experts,
-            rows,
-            received,
-            rail,
-            group.resets - handle.made_after_resets,
-        )
-        return y, y_weights, sums, given
+        added = (biases[0] if biases else None, biases[1] if len(biases) > 1 else None)
+        tensors = (layout, x, weights, row_weights, y, y_weights, sums, *added, dst_rows, rail_experts)
+        return y, y_weights, (*tensors, rows, received, rail, group.resets - handle.made_after_resets)
 
 
 def dispatch_plan(

@@ -1,6 +1,7 @@
 """`tests/bench/run.py host`: what the host does for a call that is launched on a GPU, by its own clock.
 
 One rank, which sends to itself; the GPU is idle before each round of calls, and has not finished when the host has.
+"waiting dispatch": the parts of one in which the host waits for counts, from the call to its return, in this order.
 T tokens, H hidden, K choices of a token, E experts, bf16. Calls by DeepEP's names take turns with ours of the same
 kind: the same rows, and nobody waits for counts.
 """
@@ -8,10 +9,13 @@ kind: the same rows, and nobody waits for counts.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,11 +23,13 @@ from host_calls import EXPERTS, HIDDEN, TOKENS, TOPK, Call, Inputs, calls_of
 
 import megatron_ep as ep
 from megatron_ep import deep_ep
+from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.tools.arguments import add_rounds, positive
 from megatron_ep.tools.bench.gpu_case import require_gpu
 from megatron_ep.tools.bench.report import WHAT, Record, Report, make_record
 from megatron_ep.tools.bench.timing import Timer, host_timer, time_rounds
 
+PARTS = ("enter", "launch notify", "launch dispatch", "see counts", "take the GIL", "return")
 CALLS = 10  # of a round, in a row: fewer than a buffer lets the host be ahead of the GPU
 CASE = f"T={TOKENS} H={HIDDEN} K={TOPK} E={EXPERTS}"
 
@@ -60,7 +66,34 @@ def measure(device: str, num_sms: int, warmup: int, iterations: int) -> list[Rec
             timers = {name: _timer(of[phase], buffer) for name, of in calls.items() if phase in of}
             for name, seconds in time_rounds(timers, warmup, iterations).items():
                 records.append(make_record(CASE, phase, name, [second / CALLS for second in seconds], 0))
+        for phase, seconds in _parts_of_a_wait(buffer, inputs, warmup, iterations).items():
+            records.append(make_record(CASE, f"waiting dispatch: {phase}", "host", seconds, 0))
         return records
+
+
+def _parts_of_a_wait(buffer: ep.Buffer, given: Inputs, warmup: int, iterations: int) -> dict[str, list[float]]:
+    """The seconds of each part of a dispatch whose host waits for counts, in each round. Empty where it never does."""
+    backend = rank_group_of(buffer).live_backend()
+    rounds, marks, launch = [], list[int](), backend.launch
+
+    def marked(*args: Any) -> Any:
+        marks.append(time.monotonic_ns())
+        result = launch(*args)
+        marks.append(time.monotonic_ns())
+        return result
+
+    with mock.patch.object(backend, "launch", marked):
+        for _ in range(warmup + iterations):
+            buffer.synchronize()
+            marks.clear()
+            start = time.monotonic_ns()
+            ep.dispatch(given.x, given.ids, given.weights, buffer=buffer)
+            end = time.monotonic_ns()
+            rounds.append([start, marks[0], *backend.group.count_times(), marks[1], end])
+    if len(rounds[0]) < len(PARTS) + 1:
+        return {}
+    spans = [[(b - a) / 1e9 for a, b in pairwise(times)] for times in rounds[warmup:]]
+    return {part: list(of_part) for part, of_part in zip(PARTS, zip(*spans, strict=True), strict=True)}
 
 
 def _timer(call: Call, buffer: ep.Buffer) -> Timer:

@@ -1,9 +1,14 @@
 """`run.py host` without a GPU: which calls it times. Nothing here judges a time."""
 
+import time
+
 import bench_host as host
 import host_calls
 import pytest
 import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import _C
 
 
 @pytest.fixture
@@ -34,6 +39,18 @@ def test_every_call_of_both_modes_is_timed(alone, monkeypatch) -> None:
     assert (v1, v2) == (low_latency + flat, grouped + flat)
     assert len(records) == len(ours) + len(v1) + len(v2)
     assert all(0 < record["seconds_min"] <= record["seconds"] for record in records)
+
+
+def test_the_parts_of_a_wait(alone, monkeypatch) -> None:
+    monkeypatch.setattr(host_calls, "HIDDEN", 64)
+    with ep.Buffer(None, ep.Config(num_experts=host_calls.EXPERTS)) as buffer:
+        inputs = host_calls.Inputs(buffer.device)
+        assert host._parts_of_a_wait(buffer, inputs, 1, 2) == {}, "on the host counts are known at once"
+        monkeypatch.setattr(_C.Group, "count_times", lambda _: [time.monotonic_ns() for _ in range(3)])
+        parts = host._parts_of_a_wait(buffer, inputs, 1, 2)
+    assert tuple(parts) == host.PARTS
+    assert all(sum(of_round) > 0 for of_round in zip(*parts.values(), strict=True))
+    assert min(parts["enter"] + parts["launch dispatch"] + parts["return"]) > 0
 
 
 def test_it_needs_a_gpu(monkeypatch) -> None:

@@ -68,7 +68,9 @@ def make(group):
 
 def launch(backend, part=None):
     """Returns the stream."""
-    return backend.launch(mock.Mock(launch=lambda call, phase, stream: stream), None, 0, part=part)
+    return backend.launch(
+        mock.Mock(launch=lambda call, phase, stream, given: stream), None, 0, backend.current_stream(), (), part
+    )
 
 
 def close(backend, how):

@@ -22,8 +22,8 @@ DEVICE = torch.device("cuda", 0)
 
 
 def launch(backend: cuda.CudaBackend, work=lambda stream: None) -> object:
-    group = SimpleNamespace(launch=lambda call, phase, stream: work(stream))
-    return backend.launch(group, None, 0)
+    group = SimpleNamespace(launch=lambda call, phase, stream, given: work(stream))
+    return backend.launch(group, None, 0, backend.current_stream(), ())
 
 
 class Stream:

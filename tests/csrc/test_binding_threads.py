@@ -37,8 +37,8 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     dispatch, combine = group.dispatch(ROW, [{}]), group.combine(ROW, [{}])
     phases = ("notify", "dispatch", "fused_dispatch", "dispatch_ahead", "dispatch_again")
     calls = [
-        *(functools.partial(group.launch, dispatch, int(getattr(_C.Phase, phase)), 0) for phase in phases),
-        functools.partial(group.launch, combine, int(_C.Phase.combine), 0),
+        *(functools.partial(group.launch, dispatch, int(getattr(_C.Phase, phase)), 0, ()) for phase in phases),
+        functools.partial(group.launch, combine, int(_C.Phase.combine), 0, ()),
         group.reset,
     ]
     for first in calls:
@@ -58,12 +58,13 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
 
 def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
     group = gated.group()
-    notify = functools.partial(group.launch, group.dispatch(ROW, [{}]), int(_C.Phase.notify), 0)
+    notify = functools.partial(group.launch, group.dispatch(ROW, [{}]), int(_C.Phase.notify), 0, ())
     notify()
     calls = []
     group.watch = lambda: calls.append(1)
     notify()
     assert calls == [1]
+    assert group.count_times() == [1, 2, 3]
 
     def give_up() -> None:
         raise TimeoutError("enough")
@@ -87,9 +88,15 @@ def test_a_call_has_no_members_of_other_names(gated) -> None:
 def test_a_launch_takes_what_its_call_leaves_open(gated) -> None:
     group = gated.group()
     launch = functools.partial(group.launch, group.combine(ROW, [{}], ["x", "y"]), int(_C.Phase.combine), 0)
-    launch(1, 2)
-    for given, error in ((), ValueError), ((1, 2, 3), ValueError), ((1, -1), OverflowError), ((1, None), TypeError):
+    launch((1, 2))
+    for given, error in (
+        ((), ValueError),
+        ((1, 2, 3), ValueError),
+        ((1, -1), OverflowError),
+        ((1, "x"), AttributeError),
+        ([1, 2], TypeError),
+    ):
         with pytest.raises(error):
-            launch(*given)
+            launch(given)
     with pytest.raises(RuntimeError, match="Call"):
-        group.launch(1, 2, 3)
+        group.launch(1, 2, 3, ())

@@ -12,8 +12,8 @@ class AheadBackend(HostBackend):
         self.launches_ahead = True
         self.guesses = []  # whether they were right
 
-    def launch(self, group, call, phase, *given, part=None):
-        told = super().launch(group, call, phase, *given, part=part)
+    def launch(self, group, call, phase, stream, given, part=None):
+        told = super().launch(group, call, phase, stream, given, part=part)
         if phase == plan.AHEAD:
             self.guesses.append(told[1])
         return told

@@ -8,8 +8,8 @@ from megatron_ep.buffer.host import HostBackend
 class LateBackend(HostBackend):
     _is_known = False
 
-    def launch(self, group, call, phase, *given, part=None):
-        told = super().launch(group, call, phase, *given, part=part)
+    def launch(self, group, call, phase, stream, given, part=None):
+        told = super().launch(group, call, phase, stream, given, part=part)
         if part is None:
             self._is_known = told is not None  # this rank has waited for the counts
         return told

@@ -193,7 +193,7 @@ def low_latency_results(
 
     received = mode.dispatch(x, ids, weights, layout=layout, fp8=fp8)
     handle = received.handle
-    kept = [handle.is_row(part) for part in handle.ranks]
+    kept = [handle.is_row(rank) for rank in range(len(handle.layouts))]
 
     def rows(tensors: Any) -> list[torch.Tensor]:
         ends = 2 if handle.masked else 1

@@ -72,7 +72,7 @@ def assert_same(ours, expected):
 def rows_of(received, tensors, rank):
     """Of a tensor in the layout of what was received: the rows that hold a token."""
     handle = received.handle
-    return tensors[rank].cpu().flatten(0, 1 if handle.masked else 0)[handle.is_row(handle.ranks[rank]).cpu()]
+    return tensors[rank].cpu().flatten(0, 1 if handle.masked else 0)[handle.is_row(rank).cpu()]
 
 
 def as_words(scales):

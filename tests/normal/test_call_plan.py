@@ -24,10 +24,10 @@ class CountsLater(HostBackend):
 
     host_knows_counts = False
 
-    def launch(self, group, call, phase, *given, part=None):
+    def launch(self, group, call, phase, stream, given, part=None):
         if phase != plan.FUSED:
-            return super().launch(group, call, phase, *given, part=part)
-        super().launch(group, call, phase, *given, part=part)
+            return super().launch(group, call, phase, stream, given, part=part)
+        super().launch(group, call, phase, stream, given, part=part)
 
 
 class CountsExpected(HostBackend):

@@ -15,22 +15,13 @@ namespace {
 
 std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const NcclHeap& memory,
                                        int device, int num_sms, double timeout) {
-    const NcclFabricParams& fabric = memory.fabric();
-    const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
-    return std::make_unique<CudaLauncher<NcclFabricParams>>(
-        heap, fabric, std::vector<int>{rank},
-        std::vector<char*>{reachable[heap.topology.local_of(rank)]}, reachable, device, num_sms,
-        timeout);
+    return launcher_over(memory.fabric(), heap, rank, device, num_sms, timeout);
 }
 
 std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
                                                 const LowLatencyHeap& heap, const NcclHeap& memory,
                                                 int blocks) {
-    const NcclFabricParams& fabric = memory.fabric();
-    const int local = heap.topology.local_of(ranks.ranks().front());
-    return std::make_unique<CudaLowLatencyLauncher<NcclFabricParams>>(
-        group_of<NcclFabricParams>(ranks), heap, fabric, std::vector<char*>{fabric.node[local]},
-        blocks);
+    return low_latency_over(memory.fabric(), ranks, heap, blocks);
 }
 
 template <class AnyHeap>

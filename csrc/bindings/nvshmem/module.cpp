@@ -16,20 +16,14 @@ namespace {
 
 std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const NvshmemHeap& memory,
                                        int device, int num_sms, double timeout, bool fence) {
-    const NvshmemFabricParams fabric = memory.fabric(heap.topology, fence);
-    const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
-    return std::make_unique<CudaLauncher<NvshmemFabricParams>>(heap, fabric, std::vector<int>{rank},
-                                                               std::vector<char*>{memory.data()},
-                                                               reachable, device, num_sms, timeout);
+    return launcher_over(memory.fabric(heap.topology, fence), heap, rank, device, num_sms, timeout);
 }
 
 std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
                                                 const LowLatencyHeap& heap,
                                                 const NvshmemHeap& memory, int blocks) {
-    const auto& group = group_of<NvshmemFabricParams>(ranks);
-    return std::make_unique<CudaLowLatencyLauncher<NvshmemFabricParams>>(
-        group, heap, memory.fabric(heap.topology, group.fabric().needs_fence),
-        std::vector<char*>{memory.data()}, blocks);
+    const bool fence = group_of<NvshmemFabricParams>(ranks).fabric().needs_fence;
+    return low_latency_over(memory.fabric(heap.topology, fence), ranks, heap, blocks);
 }
 
 }  // namespace

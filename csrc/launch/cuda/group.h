@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -53,6 +54,8 @@ class CudaGroup {
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle,
                                                 const std::vector<DispatchArgs>& ahead = {});
+    // When the last one had launched notify and the dispatch behind it, and saw the counts.
+    const auto& count_times() const { return count_times_; }
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Launches notify and dispatch without waiting for the counts, as one kernel where possible.
     void fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream);
@@ -145,6 +148,7 @@ class CudaGroup {
     Resource<uint32_t[]> abort_source_;        // one, pinned
     Resource<uint64_t[]> heard_;               // [heaps], pinned
     CudaGraphs graphs_;
+    std::chrono::steady_clock::time_point count_times_[3];
 };
 
 }  // namespace ep

@@ -222,7 +222,9 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
         args[i].ticket = ticket_;
     }
     notify(args, stream);
+    count_times_[0] = std::chrono::steady_clock::now();
     if (!ahead.empty()) dispatch(ahead, stream);
+    count_times_[1] = std::chrono::steady_clock::now();
     auto has_told = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
                ticket_;
@@ -241,6 +243,7 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
         if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
         ended = ended || state == cudaSuccess;
     }
+    count_times_[2] = std::chrono::steady_clock::now();
     std::vector<Layout::Totals> totals(args.size());
     for (size_t rank = 0; rank < args.size(); ++rank) {
         if (has_told(rank)) totals[rank] = totals_[rank];
