@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -61,7 +62,7 @@ class HostLauncher : public RankLauncher {
             const Layout::Totals& first = counted.totals.front();
             counted.fits = phase == Phase::DispatchAhead && all.front().guessed_right(first);
             const bool goes_on = counted.fits || phase == Phase::FusedDispatch;
-            if (!goes_on || first.bad_token || aborted()) return counted;
+            if (!goes_on || is_refused(counted.totals) || aborted()) return counted;
         }
         number(all);
         timed([&](const auto& interrupted) {
@@ -98,6 +99,10 @@ class HostLauncher : public RankLauncher {
     void abort(Outcome outcome, const std::string& reason) override {
         group_.abort(outcome, reason);
     }
+    void note_refusal(uint64_t number, uint64_t word) override {
+        ControlBlock& control = *group_.state(0).control;
+        RankState::note(control.refused[number % ControlBlock::kRefusals], word);
+    }
     bool finished() const override { return group_.finished(); }
     double seconds() const override { return seconds_.count(); }
     void reset() override {
@@ -115,15 +120,20 @@ class HostLauncher : public RankLauncher {
 
     std::vector<Layout::Totals> notify(const std::vector<FusedDispatchArgs>& dispatches) {
         std::vector<NotifyArgs> args;
-        ++epoch_;
         for (const FusedDispatchArgs& dispatch : dispatches) {
-            args.push_back(dispatch.notify(epoch_));
+            args.push_back(dispatch.notify(epoch_ + 1));
             args.back().layout.totals() = {};
         }
         timed([&](const auto& interrupted) { group_.notify(args, interrupted); });
         std::vector<Layout::Totals> totals;
         for (const NotifyArgs& a : args) totals.push_back(a.layout.totals());
+        if (!is_refused(totals)) ++epoch_;
         return totals;
+    }
+
+    // Whether a rank's ids are invalid, so that the exchange was not entered.
+    static bool is_refused(const std::vector<Layout::Totals>& totals) {
+        return std::ranges::any_of(totals, [](const auto& rank) { return rank.bad_token; });
     }
 
     template <class F>

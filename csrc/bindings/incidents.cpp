@@ -160,6 +160,9 @@ py::dict rank_status_of(int rank, const ControlBlock& block) {
     d["finished"] = counts(block.finished);
     d["incidents"] = incidents_of(block);
     d["sends"] = sends_of(block);
+    py::list refused;  // read after `entered`, because a rank writes it before
+    for (const uint64_t& word : block.refused) refused.append(load(word));
+    d["refused"] = refused;
     d["reason"] = py::reinterpret_steal<py::str>(
         PyUnicode_DecodeUTF8(block.reason.text, static_cast<Py_ssize_t>(bytes), "replace"));
     return d;

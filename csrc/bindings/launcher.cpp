@@ -334,6 +334,7 @@ void bind_rank_launcher(py::module_& m) {
                 r.abort(outcome_of(interrupted, failed), reason);
             },
             py::kw_only(), py::arg("interrupted"), py::arg("failed"), py::arg("reason"), release)
+        .def("note_refusal", &RankLauncher::note_refusal, py::arg("number"), py::arg("word"))
         .def("finished", &RankLauncher::finished)
         .def_property_readonly("seconds", &RankLauncher::seconds)
         .def("count_times", &RankLauncher::count_times,

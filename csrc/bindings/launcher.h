@@ -115,7 +115,9 @@ class RankLauncher : public Launcher {
     virtual std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const = 0;
     virtual void abort(Outcome outcome, const std::string& reason) = 0;
 
-    // For the host only: whether the last launch finished all its work, and seconds in launches.
+    // For the host only: publishes a refused call, whether the last launch finished all its work,
+    // and seconds in launches.
+    virtual void note_refusal(uint64_t, uint64_t) {}
     virtual bool finished() const { return false; }
     virtual double seconds() const { return 0; }
     // For a GPU only: see CudaGroup.

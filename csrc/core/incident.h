@@ -116,6 +116,9 @@ struct ControlBlock {
     alignas(64) Calls entered;  // this rank's calls, unless it found the abort word set
     Calls finished;             // and which of these it has finished
     uint64_t sends[Sends::kModes][Sends::kKept];  // of the last calls that it entered; 0: none
+    // The last calls that it refused before it entered them: see megatron_ep/buffer/host.py.
+    static constexpr int kRefusals = 4;
+    uint64_t refused[kRefusals];
 
     // The word that describes what a call sends.
     EP_HD uint64_t& sends_in(Sends::Mode mode, uint64_t call) {

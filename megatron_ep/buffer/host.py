@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from megatron_ep import _C
 from megatron_ep.buffer.interface import Given
 from megatron_ep.buffer.of_group import OfGroup
 
+# A refused call is published as one word: the number of the rank's refusals by then, from 1, times this, plus the
+# launches that it had entered.
+MAX_LAUNCHES = 1 << 40
 POOLED_BYTES = 1 << 20  # least size of outputs whose memory is pooled
 
 
@@ -66,8 +71,13 @@ class HostBackend(OfGroup):
             nic=nic,
         )
         super().__init__(group, nic)
+        self._timeout = timeout
+        self._refusal: tuple[int, str] | None = None  # as in RankStatus.refused, and its reason
+        self._settling = threading.RLock()
 
     def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+        if self._refusal is not None:
+            self.settle_refusal(wait=self._timeout)
         return group.launch(call, phase, 0, given)
 
     def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
@@ -104,6 +114,47 @@ class HostBackend(OfGroup):
         """Returns whether another thread is in a call, which runs to its end unless it has failed."""
         own = (status for status in self.rank_statuses() if status.rank in self._ranks)
         return any(status.inside is not None for status in own) and self.aborted() is None
+
+    def refuse(self, reason: str) -> bool:
+        if self.masks:
+            return False
+        if self._is_in_call():  # by another thread, so that this call would have been refused in any case
+            return True
+        with self._settling:
+            [own] = (status for status in self.rank_statuses() if status.rank in self._ranks)
+            number = 1 + max(own.refused) // MAX_LAUNCHES
+            self._refusal = number * MAX_LAUNCHES + own.launches, reason
+            self.group.note_refusal(number, self._refusal[0])
+        self.settle_refusal()
+        return True
+
+    def settle_refusal(self, gone: Collection[int] = (), wait: float | None = None) -> None:
+        deadline = None if wait is None else time.monotonic() + wait
+        while self._refusal is not None:
+            with self._settling:
+                self._settle(gone, is_late=deadline is not None and time.monotonic() > deadline)
+            if deadline is None:
+                return
+            time.sleep(1e-3)
+
+    def _settle(self, gone: Collection[int], is_late: bool) -> None:
+        if self._refusal is None:
+            return
+        word, reason = self._refusal
+        number, launches = divmod(word, MAX_LAUNCHES)
+        others = [status for status in self.rank_statuses() if word not in status.refused]
+        if not others or self.aborted() is not None:
+            self._refusal = None
+        elif is_late or any(
+            status.launches > launches or max(status.refused) // MAX_LAUNCHES >= number or status.rank in gone
+            for status in others
+        ):
+            self._refusal = None
+            self.abort(interrupted=False, failed=False, reason=reason)
+
+    def reset(self) -> None:
+        self._refusal = None
+        super().reset()
 
     def drain(self) -> None:
         if self._is_in_call():

@@ -136,6 +136,19 @@ class Backend(HasMemory, Protocol):
         """Ends all waits of all reachable ranks, and publishes the reason, unless they have been ended before."""
         ...
 
+    def refuse(self, reason: str) -> bool:
+        """Publishes that this rank refuses a call before it enters it, and ends the waits of all ranks once another
+        rank has entered that call. If all ranks refuse it, the buffer stays usable.
+
+        Returns False if this backend does not do so, and the caller must end all waits.
+        """
+        ...
+
+    def settle_refusal(self, gone: Collection[int] = (), wait: float | None = None) -> None:
+        """Finds out whether the other ranks, some of which are gone, enter the call that this rank has refused, if any.
+        wait: seconds to wait for that, after which the waits of all ranks end; None: does not wait."""
+        ...
+
     def tell_others(self) -> None:
         """Sends known failures to other machines, and waits briefly for that because this process may end."""
         ...

@@ -104,7 +104,9 @@ class Monitor:
         elif (heard := self.heard) is not None:
             self._backend.abort(interrupted=False, failed=True, reason=heard.cause)
         else:
-            self._look_at_processes()
+            fates = self._fates()
+            self._backend.settle_refusal(fates)
+            self._look_at_processes(fates)
 
     def _tell(self, outcome: str, rank: int) -> None:
         describe = self._describe()
@@ -119,8 +121,8 @@ class Monitor:
         for watcher in failures.watchers:
             watcher(failure.cause)
 
-    def _look_at_processes(self) -> None:
-        fates = self._fates()  # read before the statuses, because a rank may do its part and then end
+    def _look_at_processes(self, fates: Mapping[int, str]) -> None:
+        """fates: read before the statuses, because a rank may do its part and then end."""
         if not fates:
             return  # statuses query a GPU, so they are read only if a rank has ended
         statuses = self._backend.rank_statuses()

@@ -50,6 +50,11 @@ class OfGroup:
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
         self.tell_others()
 
+    def refuse(self, reason: str) -> bool:
+        return False
+
+    def settle_refusal(self, gone: Collection[int] = (), wait: float | None = None) -> None: ...
+
     def tell_others(self) -> None:
         if self._nic is not None:
             self._nic.tell_now()

@@ -68,6 +68,8 @@ def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
 ANSWER_S = 0.2
 # Seconds by which the reason of a rank that gave up may arrive later than the failure, which other ranks pass on.
 REASON_S = 1.0
+# Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
+REFUSAL_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
 IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/launcher.h
 
@@ -279,7 +281,13 @@ class RankGroup(OfOneProcess):
     @property
     def has_unseen_failure(self) -> bool:
         """Whether a failure is known in this process that no call has raised yet."""
-        return not self._is_seen and self._backend is not None and self._backend.aborted() is not None
+        return not self._is_seen and self._backend is not None and self._known_failure(self._backend) is not None
+
+    def _known_failure(self, backend: Backend) -> tuple[str, int] | None:
+        """Returns `backend.aborted()`, unless that is a call on the host that this rank's caller saw refused."""
+        aborted = backend.aborted()
+        is_refused = self.device.type == "cpu" and aborted == ("bad_input", self.ranks[0])
+        return None if is_refused else aborted
 
     def abort(self, reason: str) -> None:
         """See `AnyBuffer`. Does nothing after the buffer is closed."""
@@ -300,11 +308,14 @@ class RankGroup(OfOneProcess):
                 log.error("a call of megatron_ep failed and no call has raised it: %s", failure)
 
     def _unseen_failure(self) -> EPError | None:
-        if self._backend is None or self._is_seen:
+        if self._backend is None:
+            return None
+        self._backend.settle_refusal(wait=REFUSAL_S)  # because this process may end
+        if self._is_seen:
             return None
         if not self._backend.is_capturing():
             self._backend.finish_launches()
-        aborted = self._backend.aborted()
+        aborted = self._known_failure(self._backend)
         if aborted is None or self._backend.finished():
             return None
         return self._failure(*aborted)
@@ -325,17 +336,21 @@ class RankGroup(OfOneProcess):
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
             failed = not interrupted and not isinstance(error, ValueError)
             reason = "" if interrupted else f"{type(error).__name__}: {error}" if failed else str(error)
-            self.refuse(interrupted=interrupted, failed=failed, reason=reason)
+            if self.refuse(interrupted=interrupted, failed=failed, reason=reason) and isinstance(error, ValueError):
+                error.args = (f"{error}; {HOW_TO_GO_ON}",)
 
     def refuse(
         self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_told: bool = False
-    ) -> None:
+    ) -> bool:
         """Ends the waits of the other ranks, because this one has refused its arguments, was interrupted, or failed.
+        Returns whether the buffer must then be reset; a host backend finds out whether all ranks refused.
 
         is_told: whether the caller raises an EPError for this step, even if another rank failed first.
         """
         self._is_seen |= is_told
-        if self._backend is not None and len(self.ranks) < self.topology.world_size:
+        if self._backend is None or len(self.ranks) == self.topology.world_size:
+            return False
+        if interrupted or failed or not self._backend.refuse(reason):
             self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
             # A call may have failed before, with this error as a consequence.
@@ -343,6 +358,8 @@ class RankGroup(OfOneProcess):
             self._is_seen |= aborted == (outcome, self.ranks[0])
             if aborted is not None and self._monitor is not None:
                 self._monitor.first(self.describe(*aborted))  # publishes it now, because this process may end
+            return True
+        return False
 
     # ---- failures
 

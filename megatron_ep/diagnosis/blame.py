@@ -35,6 +35,7 @@ class RankStatus:
     reason: argument of `Buffer.abort` on that rank, or the text of the error that stopped it; "" for none.
     sends: what its last calls sent, with the keys counter (as of `entered`), call (modulo 2^16), kind, payload_type,
         payload_bytes, topk, weight_bytes, scale_bytes.
+    refused: its last refused calls, each as `_C.Group.note_refusal` was given it; 0: none.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankStatus:
     incidents: Sequence[dict[str, Any]]
     reason: str
     sends: Sequence[Mapping[str, Any]] = ()
+    refused: Sequence[int] = ()
 
     @property
     def inside(self) -> str | None:
@@ -58,6 +60,11 @@ class RankStatus:
     def begun(self) -> int:
         """The number of calls of the normal mode, which all ranks make in the same order."""
         return self.entered["notify"] + self.entered["transfer"]
+
+    @property
+    def launches(self) -> int:
+        """The number of launches that all ranks make in the same order."""
+        return self.begun + self.entered["dispatch_sent"] + self.entered["combine_sent"]
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,9 @@ def known(
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
     backend = group.live_backend()
-    # A reset is safe, because no other process waits, unless a low-latency mode would lose its masks and pending calls.
-    if len(group.ranks) == group.topology.world_size and not backend.parts:
+    # The kernel of a GPU has given up. A reset is safe, because no other process waits, unless a low-latency mode would
+    # lose its masks and pending calls.
+    if group.device.type == "cuda" and len(group.ranks) == group.topology.world_size and not backend.parts:
         backend.reset()
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
     token = a_bad_token if first is None else first  # ids on a GPU may have been overwritten since

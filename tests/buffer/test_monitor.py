@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from unittest import mock
 
 import pytest
@@ -151,6 +152,8 @@ class Backend:
 
     def ranks_that_left(self) -> list[int]:
         return []
+
+    def settle_refusal(self, gone: Collection[int]) -> None: ...
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None:
         self.failed = ("failed", 0)

@@ -48,6 +48,24 @@ def test_a_mistake_on_one_rank_reaches_all(over, fabric, mode, kind):
     over(fabric, one_rank.run_one_mistake, mode, HOST, kind, 4 if fabric else 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fabric", ["", *NETWORKS])
+def test_a_mistake_of_all_ranks_needs_no_reset(over, fabric, mode):
+    over(fabric, one_rank.run_mistake_of_all, mode, HOST, 4 if fabric else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fabric", ["", "tcp"])
+def test_a_mistake_and_the_end_of_a_buffer_reach_all(over, fabric, mode):
+    over(fabric, one_rank.run_mistake_and_close, mode, HOST, 4 if fabric else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fabric", ["", "tcp"])
+def test_a_mistake_of_another_thread_ends_no_call(over, fabric, mode):
+    over(fabric, one_rank.run_mistake_of_another_thread, mode, HOST, 4 if fabric else 2)
+
+
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors(tmp_path, monkeypatch, mode, check):

@@ -434,7 +434,8 @@ struct NormalProgram {
         const Part& part = parts[number][rank];
         switch (call.kind) {
             case Kind::Notify:
-                add_notify_roles(handles[call.handle].shares[rank].notify, adder(roles));
+                add_count_roles(handles[call.handle].shares[rank].notify, adder(roles));
+                add_exchange_roles(handles[call.handle].shares[rank].notify, adder(behind));
                 break;
             case Kind::Dispatch:
                 add_dispatch_roles(part.dispatch, adder(roles));

@@ -1,5 +1,6 @@
 """What all ranks run when one of them stays away or makes a mistake, in either mode and wherever they are."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from modes import HOST, MODES, Calls, LowLatency, Place, W
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep.errors import describe
@@ -91,7 +93,7 @@ def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
     assert time.monotonic() - started < 10, "the others waited until they timed out"
     if place == HOST:
         with pytest.raises(ep.EPAbortError, match="reset"):
-            calls.dispatch(x, ids, weights)
+            calls.dispatch(*calls.own())
     calls.is_usable_again()
 
 
@@ -141,3 +143,60 @@ def run_one_masked_in_backward(place: Place, nodes: int, mask_s: float) -> str:
         message = str(caught.value)
     calls.is_usable_again()
     return message
+
+
+def run_mistake_of_all(mode: str, place: Place, nodes: int) -> None:
+    """All ranks refuse the same call, one after the other and for different reasons, so that none waits for it."""
+    calls = MODES[mode](place, nodes, 20.0)
+    x, ids, weights = calls.own()
+    with calls.buffer:
+        for last in range(3):
+            time.sleep(0.4 * (calls.rank == last))
+            with pytest.raises(ValueError, match="must"):
+                if calls.rank % 2:
+                    calls.dispatch(x.int(), ids, weights)
+                else:
+                    calls.dispatch(x, ids + 8, weights)
+            if last:  # otherwise the ranks close, or refuse another call, before all have refused this one
+                calls.round_trips()
+
+
+def run_mistake_and_close(mode: str, place: Place, nodes: int) -> None:
+    """Rank 2 refuses a call and closes its buffer before the others come to that call."""
+    calls = MODES[mode](place, nodes, 20.0)
+    x, ids, weights = calls.own()
+    if calls.rank == 2:
+        with pytest.raises(ValueError, match="x is torch"), calls.buffer:
+            calls.dispatch(x.int(), ids, weights)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(ep.EPAbortError, match="rank 2 refused its arguments: x is torch"):
+            calls.dispatch(x, ids, weights)
+        calls.buffer.close()
+
+
+def run_mistake_of_another_thread(mode: str, place: Place, nodes: int) -> None:
+    """While rank 0 waits in a call, another thread of it gives a wrong argument."""
+    calls = MODES[mode](place, nodes, 20.0)
+    calls.round_trips()
+    x, ids, weights = calls.own()
+    backend, errors = calls.buffer._group.live_backend(), list[Exception]()
+
+    def err() -> None:
+        assert within(10, lambda: backend.rank_statuses()[0].inside)
+        try:
+            calls.dispatch(x.int(), ids, weights)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=err)
+    if calls.rank == 0:
+        thread.start()
+    else:
+        time.sleep(1.0)
+    calls.dispatch(x, ids, weights)
+    if calls.rank == 0:
+        thread.join()
+        assert [type(error) for error in errors] == [ValueError], errors
+    calls.round_trips()
+    calls.buffer.close()

@@ -68,9 +68,10 @@ struct RankState {
             note(control->sends_in(mode, call), Sends::word(args.kind(), call, args.format));
     }
 
-    // Notes for others to read a call's number in `entered` or `finished`.
+    // Notes for others to read a call's number in `entered` or `finished`, after what was noted
+    // before.
     static void note(uint64_t& count, uint64_t call) {
-        std::atomic_ref<uint64_t>(count).store(call, std::memory_order_relaxed);
+        std::atomic_ref<uint64_t>(count).store(call, std::memory_order_release);
     }
 };
 

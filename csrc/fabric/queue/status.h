@@ -15,8 +15,8 @@ inline void copy_status(ControlBlock& to, const ControlBlock& from) {
             auto* word =
                 reinterpret_cast<uint64_t*>(const_cast<char*>(static_cast<const char*>(src) + at));
             std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(static_cast<char*>(dst) + at))
-                .store(std::atomic_ref<uint64_t>(*word).load(std::memory_order_relaxed),
-                       std::memory_order_relaxed);
+                .store(std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire),
+                       std::memory_order_release);
         }
     };
     const auto acquire = [](const uint64_t& word) {
@@ -38,7 +38,11 @@ inline void copy_status(ControlBlock& to, const ControlBlock& from) {
         copy(to.reason.text, from.reason.text, Reason::kMaxBytes);
         publish(to.reason.bytes, bytes);
     }
-    copy(&to.entered, &from.entered, sizeof(Calls));
+    // Whoever finds a launch entered must find what the rank refused before it.
+    Calls entered{};
+    copy(&entered, &from.entered, sizeof(Calls));
+    copy(to.refused, from.refused, sizeof(to.refused));
+    copy(&to.entered, &entered, sizeof(Calls));
     copy(&to.finished, &from.finished, sizeof(Calls));
     copy(to.sends, from.sends, sizeof(to.sends));
 }

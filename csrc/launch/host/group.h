@@ -44,7 +44,8 @@ class HostGroup {
 
     // All launches take one argument per rank of this process, in the order of `ranks`, and return
     // when all roles have ended, for whatever reason: see finished(). They call `interrupted` from
-    // time to time on the calling thread; if it returns true, the waits end.
+    // time to time on the calling thread; if it returns true, the waits end. A notify with invalid
+    // ids on a rank of this process is not entered: see Layout::Totals.
     template <class Warp = HostWarp>
     void notify(std::vector<NotifyArgs> args, const std::function<bool()>& interrupted = {});
     template <class Warp = HostWarp>

@@ -24,13 +24,18 @@ auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
 
 template <class Warp>
 void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>& interrupted) {
-    Tasks tasks(ranks_.size());
+    Tasks counting(ranks_.size()), exchange(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].epoch;
-        add_notify_roles(args[i], adder<Warp>(tasks, i));
+        add_count_roles(args[i], adder<Warp>(counting, i));
+        add_exchange_roles(args[i], adder<Warp>(exchange, i));
     }
-    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true, {std::move(tasks)},
-        interrupted);
+    run_roles(std::move(counting), interrupted);
+    for (const NotifyArgs& a : args) {
+        if (a.layout.totals().bad_token) return;
+    }
+    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true,
+        {std::move(exchange)}, interrupted);
 }
 
 template <class Args>

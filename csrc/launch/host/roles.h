@@ -10,20 +10,27 @@ namespace ep {
 // The roles of one rank in each phase, as the host runs them. Each function calls add(channel,
 // body) for each role, and body(warp_of, fabric) runs it. `args` must outlive the bodies.
 
+// Counts what a rank sends, which concerns no other rank, and finds invalid ids.
 template <class Add>
-void add_notify_roles(const NotifyArgs& args, Add&& add) {
-    add(0, [&args](auto&& warp_of, auto& fabric) {
+void add_count_roles(const NotifyArgs& args, Add&& add) {
+    add(0, [&args](auto&& warp_of, auto&) {
         auto warp = warp_of(Role::Notify);
         mark_unknown(warp, args);
         for (int channel = 0; channel < args.layout.channels; ++channel) {
             if (const int bad = count_channel(warp, args, channel))
                 args.layout.totals().bad_token = bad;
         }
-        if (args.layout.totals().bad_token)
-            return warp.fail(Outcome::BadInput, Wait::None, WaitCondition{});
+        if (args.layout.totals().bad_token) return;
         sum_channels(warp, args, 0, args.layout.num_experts);
         for (int channel = 0; channel < args.layout.channels; ++channel)
             index_channel(warp, args, channel);
+    });
+}
+
+template <class Add>
+void add_exchange_roles(const NotifyArgs& args, Add&& add) {
+    add(0, [&args](auto&& warp_of, auto& fabric) {
+        auto warp = warp_of(Role::Notify);
         for (int role = 0; role < num_exchange_roles(args.heap); ++role) {
             if (!run_exchange_role(warp, fabric, args, role)) return;
         }
