@@ -125,13 +125,16 @@ class DistributedRankGroup(RankGroup):
         with contextlib.ExitStack() as stack:
 
             def drain() -> None:
-                for rank in backend.ranks_that_left():
-                    raise EPError(f"rank {rank} {blame.LEFT}")
                 backend.drain()  # afterwards nothing that this rank has sent is in flight
                 # The monitor runs until here, because it ends launches that wait for a rank that has died.
                 stack.enter_context(self._resetting())
 
-            self._rendezvous.agree(drain)
+            watch = self._rendezvous.watch
+            self._rendezvous.watch = lambda: dict.fromkeys(backend.ranks_that_left(), blame.LEFT) | dict(watch())
+            try:
+                self._rendezvous.agree(drain)
+            finally:
+                self._rendezvous.watch = watch  # later steps close the network, which every rank then leaves
             self._restart()
 
     def restart(self) -> None:

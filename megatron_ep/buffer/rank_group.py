@@ -417,7 +417,7 @@ class RankGroup(OfOneProcess):
             if outcome == "timeout":
                 is_expected = bool(status.inside) and not status.incidents
                 return is_expected and not self._fate_of(status.rank) and not self._unheard(status.rank)
-            return outcome in ("failed", "bad_input") and status.rank == rank and not status.reason
+            return outcome in ("failed", "bad_input", "lost") and status.rank == rank and not status.reason
 
         seconds = ANSWER_S if outcome == "timeout" else REASON_S
         deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)

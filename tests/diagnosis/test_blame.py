@@ -183,13 +183,19 @@ def test_the_reason_reaches_all():
         )
 
 
-def test_a_reason_may_come_later_than_the_news():
-    """A third rank may tell of the failure first."""
+def later_reason(outcome: str, reason: str) -> str:
+    """What a rank says of a failure of rank 1 whose reason comes after the news of it."""
     group = RankGroup()
     group.topology, group.ranks = ep.Topology(2, 1), [0]
-    told = [[blame.RankStatus(1, {}, {}, [], reason)] for reason in ("", "was told to stop: enough")]
+    told = [[blame.RankStatus(1, {}, {}, [], text)] for text in ("", reason)]
     group._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=told))
-    assert group._own_cause("failed", 1) == "rank 1 was told to stop: enough"
+    return group._own_cause(outcome, 1)
+
+
+def test_a_reason_may_come_later_than_the_news():
+    """A third rank may tell of the failure first, or lose its connection first."""
+    assert later_reason("failed", "was told to stop: enough") == "rank 1 was told to stop: enough"
+    assert later_reason("lost", "it was closed") == "the connection to rank 1 broke: it was closed"
 
 
 def test_a_mistake_on_one_rank_says_what_it_was_on_all():

@@ -45,11 +45,11 @@ for failures in range(100):
 class Run:
     """The program on three machines."""
 
-    def __init__(self, made: machines.Machines, folder: Path):
+    def __init__(self, made: machines.Machines, folder: Path, timeout: float = TIMEOUT):
         self.made, self.folder, self.failures = made, folder, 0
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        self.processes = fork(made, folder, [program, TIMEOUT, folder, SILENCE], 1)
+        self.processes = fork(made, folder, [program, timeout, folder, SILENCE], 1)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """To the program itself, which the first process of its machine has as a child, and that which makes it has
@@ -93,6 +93,18 @@ class Run:
             logs = [(self.folder / f"{rank}.log").read_text()[-600:] for rank in range(RANKS)]
             assert time.monotonic() < deadline, (pattern, logs)
             time.sleep(0.05)
+
+
+@pytest.mark.nightly
+def test_a_process_that_is_silent_for_30_s_is_waited_for(tmp_path):
+    """It is stopped, its machine answers, and `Config.timeout` alone decides how long the others wait."""
+    with machines.Machines(RANKS) as made:
+        run = Run(made, tmp_path, timeout=90.0)
+        run.wait_for_calls(limit=120)
+        run.send(1, signal.SIGSTOP)
+        time.sleep(30)
+        run.send(1, signal.SIGCONT)
+        run.wait_for_calls()
 
 
 @pytest.fixture(scope="module")

@@ -226,6 +226,27 @@ def test_a_network_that_is_not_made_keeps_no_connection(ranks):
     ranks.run(run_one_that_cannot_join)
 
 
+def run_one_that_closes_instead_of_a_reset():
+    """Rank 3 closes its buffer while the others wait for it in a reset; its process goes on."""
+    with machines_of(1, "tcp"):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
+    dist.barrier()
+    if dist.get_rank() == 3:
+        time.sleep(2)
+        buffer.close()
+    else:
+        started = time.monotonic()
+        with pytest.raises(EPError, match=r"rank 3 does not come to step \d+ of the buffer's reset: .*closed"):
+            buffer.reset()
+        assert time.monotonic() - started < 30
+        buffer.close()
+    dist.barrier()
+
+
+def test_a_reset_ends_when_a_rank_closes(ranks):
+    ranks.run(run_one_that_closes_instead_of_a_reset)
+
+
 FRAME = struct.Struct("<BBxxIQQ")  # csrc/fabric/queue/link.h
 
 
