@@ -73,7 +73,7 @@ class WireLink : public Link {
         return moved;
     }
 
-    bool forget(uint8_t) override { return true; }
+    bool forget(uint16_t) override { return true; }
     int descriptor() const override { return -1; }
 
   private:

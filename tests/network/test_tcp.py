@@ -226,6 +226,21 @@ def test_a_network_that_is_not_made_keeps_no_connection(ranks):
     ranks.run(run_one_that_cannot_join)
 
 
+def run_many_modes():
+    """More low-latency modes one after the other than a byte can number."""
+    with machines_of(1, "tcp"), ep.Buffer(None, ep.Config(num_experts=W, timeout=30), ep.Topology(W, 1)) as buffer:
+        for _ in range(300):
+            mode = ep.LowLatency(buffer, max_tokens=4, hidden=32, topk=1, dtype=torch.float32)
+        ids = torch.arange(W).reshape(W, 1)
+        received = mode.dispatch(torch.full((W, 32), 1.0 + buffer.rank), ids)
+        assert received.recv_counts.tolist() == [W]
+        assert received.x[0, :W, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_more_heaps_than_a_byte_can_number(ranks):
+    ranks.run(run_many_modes)
+
+
 def run_one_that_closes_instead_of_a_reset():
     """Rank 3 closes its buffer while the others wait for it in a reset; its process goes on."""
     with machines_of(1, "tcp"):
@@ -247,7 +262,7 @@ def test_a_reset_ends_when_a_rank_closes(ranks):
     ranks.run(run_one_that_closes_instead_of_a_reset)
 
 
-FRAME = struct.Struct("<BBxxIQQ")  # csrc/fabric/queue/link.h
+FRAME = struct.Struct("<BxHIQQ")  # csrc/fabric/queue/link.h
 
 
 def received(connection: socket.socket, size: int) -> bytes:

@@ -101,7 +101,7 @@ bool CardLink::receive(const Target& target, const Done& done) {
     return moved;
 }
 
-bool CardLink::forget(uint8_t number) {
+bool CardLink::forget(uint16_t number) {
     const auto found = regions_.find(number);
     if (found == regions_.end()) return true;
     Region& region = found->second;

@@ -28,7 +28,7 @@ class CardLink : public Link {
     ~CardLink() override;
 
     // pairs: connected, or nothing is posted in them yet.
-    void open(uint8_t region, Pairs pairs) { regions_[region].pairs = std::move(pairs); }
+    void open(uint16_t region, Pairs pairs) { regions_[region].pairs = std::move(pairs); }
 
     void fail(const std::string& why) override;
     bool has_room() const override { return end_.empty() && words_->has_room(); }
@@ -38,7 +38,7 @@ class CardLink : public Link {
     bool has_to_send() const override;
     bool is_acknowledged() const override;
     bool receive(const Target& target, const Done& done) override;
-    bool forget(uint8_t region) override;
+    bool forget(uint16_t region) override;
     int descriptor() const override { return words_->descriptor(); }
     bool waits_for_descriptor() const override { return words_->has_to_send(); }
 
@@ -55,7 +55,7 @@ class CardLink : public Link {
     static void stop(const Region& region);
 
     std::unique_ptr<Link> words_;
-    std::map<uint8_t, Region> regions_;
+    std::map<uint16_t, Region> regions_;
 };
 
 }  // namespace ep

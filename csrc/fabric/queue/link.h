@@ -22,7 +22,7 @@ struct Frame {
     };
 
     uint8_t kind;
-    uint8_t region = 0;
+    uint16_t region = 0;
     uint32_t bytes = 0;
     uint64_t address = 0;
     uint64_t increment = 0;
@@ -45,7 +45,7 @@ class Link {
     // Whether more frames should be added. They wait in order, so only few should.
     virtual bool has_room() const = 0;
     // Same as has_room for frames that concern a region.
-    virtual bool has_room_for(uint8_t) const { return has_room(); }
+    virtual bool has_room_for(uint16_t) const { return has_room(); }
     // Adds a frame. Its bytes are read when they leave; `sent` is called then or later, for one
     // frame after the other in the order in which they were added.
     virtual void add(const Frame& frame, const char* bytes, std::function<void()> sent = {}) = 0;
@@ -67,7 +67,7 @@ class Link {
 
     // Discards what still arrives for this region. Returns false while something of it is still to
     // be sent, or may still arrive.
-    virtual bool forget(uint8_t region) = 0;
+    virtual bool forget(uint16_t region) = 0;
 
     // ---- sleeping
 

@@ -110,8 +110,7 @@ void SoftwareNic::start(const std::vector<int>& sockets, const QueuePairs& pairs
         } else if (!cards_.empty()) {
             link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank));
         }
-        for (size_t port = 0; port < ports_.size(); ++port)
-            share(*link, rank, static_cast<uint8_t>(port));
+        for (const auto& [number, port] : ports_) share(*link, rank, number);
     }
     start_over(std::move(links));
 }
@@ -130,8 +129,7 @@ void SoftwareNic::start_stepped(Links links) {
         has_left_[rank] = false;
         if (links_[rank]) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
-    for (const auto& port : ports_) {
-        if (!port) continue;
+    for (const auto& [number, port] : ports_) {
         for (size_t i = 0; i < port->taken_.size(); ++i) port->queues_[i].clear();
         std::fill(port->producers_.begin(), port->producers_.end(), SendQueue::Producer{});
         std::fill(port->taken_.begin(), port->taken_.end(), Port::Taken{});
@@ -155,8 +153,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     const std::lock_guard lock(ports_mutex_);  // others may report failures or close ports
     has_thread_ = false;
     for (auto& link : links_) link.reset();
-    for (const auto& port : ports_) {
-        if (!port) continue;
+    for (const auto& [number, port] : ports_) {
         for (Port::Side& side : port->sides_) side.is_connected = false;
     }
 }
@@ -186,8 +183,7 @@ void SoftwareNic::run() {
 bool SoftwareNic::step() {
     const std::lock_guard lock(ports_mutex_);
     bool moved = false;
-    for (const auto& port : ports_) {
-        if (!port) continue;
+    for (const auto& [number, port] : ports_) {
         for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
     }
     const auto now = Clock::now();
@@ -231,8 +227,7 @@ bool SoftwareNic::is_polled() const {
 }
 
 bool SoftwareNic::has_work() const {
-    for (const auto& port : ports_) {
-        if (!port) continue;
+    for (const auto& [number, port] : ports_) {
         for (size_t i = 0; i < port->taken_.size(); ++i) {
             const Link* link = link_of(i);
             if (link && !link->has_room_for(region_of(*port))) continue;
@@ -259,7 +254,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     }
     char* const own = port.heaps_[rank_];
     bool moved = false;
-    const uint8_t region = region_of(port);
+    const uint16_t region = region_of(port);
     while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room_for(region))) {
         const SendEntry& entry = queue.entries[taken.begun & (queue.depth - 1)];
         const uint64_t address = entry.remote.address;
@@ -329,8 +324,9 @@ char* SoftwareNic::place_of(int rank, const Frame& frame) {
             return frame.bytes ? nullptr : reinterpret_cast<char*>(controls_[rank]);
         case Frame::kWrite:
         case Frame::kAdd: {
-            if (frame.region >= ports_.size() || frame.bytes > kPiece) return nullptr;
-            const Port* port = ports_[frame.region].get();
+            if (frame.region >= next_port_ || frame.bytes > kPiece) return nullptr;
+            const auto found = ports_.find(frame.region);
+            const Port* port = found == ports_.end() ? nullptr : found->second.get();
             const uint64_t bytes = frame.kind == Frame::kAdd ? sizeof(uint64_t) : frame.bytes;
             if (frame.kind == Frame::kAdd && (frame.bytes || frame.address % bytes)) return nullptr;
             if (!port) {
@@ -347,8 +343,8 @@ char* SoftwareNic::place_of(int rank, const Frame& frame) {
 void SoftwareNic::take(int rank, const Frame& frame) {
     Link& link = *links_[rank];
     if (frame.kind == Frame::kAdd) {
-        if (const auto& port = ports_[frame.region])
-            add(port->heaps_[rank_] + frame.address, frame.increment);
+        if (const auto port = ports_.find(frame.region); port != ports_.end())
+            add(port->second->heaps_[rank_] + frame.address, frame.increment);
     } else if (frame.kind == Frame::kStatus) {
         ControlBlock& said = arriving_[rank];
         said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMaxBytes);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -183,7 +184,7 @@ class SoftwareNic {
     static bool reaches(const Port& port, int from, int to) {
         return from != to && from % port.stride_ == to % port.stride_;
     }
-    void share(Link& link, size_t rank, uint8_t port);
+    void share(Link& link, size_t rank, uint16_t number);
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
     bool move_bytes(Clock::time_point now);
@@ -201,7 +202,7 @@ class SoftwareNic {
     void sleep(Clock::duration most);
     bool has_work() const;
     bool is_polled() const;
-    static uint8_t region_of(const Port& port) { return static_cast<uint8_t>(port.queues_.key); }
+    static uint16_t region_of(const Port& port) { return static_cast<uint16_t>(port.queues_.key); }
     char* place_of(int rank, const Frame& frame);
     void take(int rank, const Frame& frame);
     ControlBlock& own() const { return *controls_[rank_]; }
@@ -213,11 +214,12 @@ class SoftwareNic {
     uint32_t depth_;
     Links links_;  // by rank
     std::mutex ports_mutex_;
-    std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
-    std::vector<char> nowhere_;                 // for what arrives for closed ports
-    std::vector<ControlBlock> arriving_;        // by rank
-    std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that was sent to it
-    std::vector<std::atomic<bool>> has_left_;   // by rank
+    std::map<uint16_t, std::shared_ptr<Port>> ports_;  // open ones, by number
+    uint32_t next_port_ = 0;
+    std::vector<char> nowhere_;                // for what arrives for closed ports
+    std::vector<ControlBlock> arriving_;       // by rank
+    std::vector<std::atomic<uint64_t>> told_;  // by rank: the abort word that was sent to it
+    std::vector<std::atomic<bool>> has_left_;  // by rank
     Clock::time_point last_beat_, last_look_, last_step_;
     std::vector<Clock::time_point> heard_;  // by rank: when it has last sent anything
     std::vector<int> ahead_;                // by rank: statuses sent to it since

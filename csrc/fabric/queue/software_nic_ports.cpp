@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -17,9 +18,10 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
                                                      const std::optional<QueueMemory>& of_gpu,
                                                      int stride) {
     const std::lock_guard lock(ports_mutex_);
-    const int number = static_cast<int>(ports_.size()), ranks = static_cast<int>(heaps.size());
-    if (number == 256)
-        throw std::runtime_error("256 heaps were opened on this network: make a new buffer");
+    if (next_port_ > std::numeric_limits<uint16_t>::max())
+        throw std::runtime_error("65536 heaps were opened on this network: make a new buffer");
+    const auto number = static_cast<uint16_t>(next_port_++);
+    const int ranks = static_cast<int>(heaps.size());
     const auto port = std::make_shared<Port>();
     const size_t count = SendQueues::count(ranks, channels);
     if (!of_gpu) {
@@ -34,9 +36,8 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->stride_ = stride;
-    port->queues_ =
-        SendQueues::over(memory.shared, memory.producers, ranks, channels, of_gpu ? kDepth : depth_,
-                         static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->queues_ = SendQueues::over(memory.shared, memory.producers, ranks, channels,
+                                     of_gpu ? kDepth : depth_, number, of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
     if (is_direct()) {
@@ -47,18 +48,18 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     } else if (of_gpu) {
         polls_ = true;
     }
-    ports_.push_back(port);
+    ports_[number] = port;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        if (links_[rank]) share(*links_[rank], rank, static_cast<uint8_t>(number));
+        if (links_[rank]) share(*links_[rank], rank, number);
     }
     wake();
     return port;
 }
 
 // Opens a port on a link to a rank, if a card carries it.
-void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
-    const auto& port = ports_[number];
-    if (cards_.empty() || !port) return;
+void SoftwareNic::share(Link& link, size_t rank, uint16_t number) {
+    const auto& port = ports_.at(number);
+    if (cards_.empty()) return;
     if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->regions_.front());
     if (const Port::Side& side = port->sides_[rank]; side.is_connected)
         static_cast<CardLink&>(link).open(number, side.pairs);
@@ -97,19 +98,18 @@ T take_value(std::string_view& text) {
 }  // namespace
 
 std::string SoftwareNic::invite(int rank) {
-    std::vector<std::shared_ptr<Port>> ports;
+    std::map<uint16_t, std::shared_ptr<Port>> ports;
     {
         const std::lock_guard lock(ports_mutex_);
         ports = ports_;
     }
     std::string told;
-    for (size_t number = 0; number < ports.size(); ++number) {
-        Port* port = ports[number].get();
-        if (!port || !reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
+    for (const auto& [number, port] : ports) {
+        if (!reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
         CardLink::Pairs& pairs = port->sides_[rank].pairs;
         pairs.clear();
         const size_t count = std::min(queues_towards(*port), kMaxPairs);
-        append(told, Invitation{static_cast<uint32_t>(number), static_cast<uint32_t>(count)});
+        append(told, Invitation{number, static_cast<uint32_t>(count)});
         for (size_t i = 0; i < count; ++i) {
             const size_t card = card_of(i);
             pairs.push_back(std::make_shared<verbs::DirectPair>(cards_[card], kDepth));
@@ -129,7 +129,8 @@ void SoftwareNic::join(int rank, const std::string& told) {
         std::shared_ptr<Port> port;
         {
             const std::lock_guard lock(ports_mutex_);
-            if (invitation.port < ports_.size()) port = ports_[invitation.port];
+            const auto found = ports_.find(static_cast<uint16_t>(invitation.port));
+            if (found != ports_.end()) port = found->second;
         }
         if (!port || port->sides_[rank].pairs.size() != invitation.pairs)
             throw std::runtime_error("the other rank has other queues than this one");
@@ -151,7 +152,7 @@ void SoftwareNic::join(int rank, const std::string& told) {
         if (port->gpu_) port->gpu_->tell(port->cards_);
         const std::lock_guard lock(ports_mutex_);
         side.is_connected = true;
-        if (links_[rank]) share(*links_[rank], rank, static_cast<uint8_t>(invitation.port));
+        if (links_[rank]) share(*links_[rank], rank, static_cast<uint16_t>(invitation.port));
     }
 }
 
@@ -167,9 +168,9 @@ void SoftwareNic::close(const std::shared_ptr<Port>& port) {
 // Closes a port once all that was posted has left, or at once. Returns whether it is closed.
 bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     const std::lock_guard lock(ports_mutex_);
-    const auto place = std::find(ports_.begin(), ports_.end(), port);
-    if (place == ports_.end()) return true;
-    const auto number = static_cast<uint8_t>(place - ports_.begin());
+    const uint16_t number = region_of(*port);
+    const auto place = ports_.find(number);
+    if (place == ports_.end() || place->second != port) return true;
     bool has_left = true;
     for (size_t i = 0; i < port->taken_.size(); ++i) {
         const Link* link = link_of(i);
@@ -186,7 +187,7 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
         link->forget(number);
     }
     port->regions_.clear();
-    place->reset();
+    ports_.erase(place);
     return true;
 }
 

@@ -169,7 +169,7 @@ bool TcpLink::take_frames(const Target& target, const Done& done) {
     return true;
 }
 
-bool TcpLink::forget(uint8_t region) {
+bool TcpLink::forget(uint16_t region) {
     if (missing_ > 0 && current_->kind == Frame::kWrite && current_->region == region) {
         nowhere_.resize(missing_);
         target_ = nowhere_.data();

@@ -34,7 +34,7 @@ class TcpLink : public Link {
     }
     bool is_acknowledged() const override;
     bool receive(const Target& target, const Done& done) override;
-    bool forget(uint8_t region) override;
+    bool forget(uint16_t region) override;
     int descriptor() const override { return descriptor_; }
 
   private:

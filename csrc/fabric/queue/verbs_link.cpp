@@ -7,7 +7,7 @@ namespace ep {
 VerbsLink::VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePair> pair)
     : words_(std::move(words)), pair_(std::move(pair)) {}
 
-void VerbsLink::open(uint8_t region, std::shared_ptr<const verbs::Region> memory) {
+void VerbsLink::open(uint16_t region, std::shared_ptr<const verbs::Region> memory) {
     regions_[region].own = std::move(memory);
     const verbs::Region& own = *regions_[region].own;
     add_copy({Frame::kKeys, region, 0, own.data(), own.flags()}, {});
@@ -18,15 +18,15 @@ void VerbsLink::fail(const std::string& why) {
     Link::fail(why);
 }
 
-bool VerbsLink::has_room_for(uint8_t region) const {
-    const Shared& shared = regions_[region];
+bool VerbsLink::has_room_for(uint16_t region) const {
     if (!end_.empty()) return false;
+    const Shared& shared = regions_.at(region);
     return (shared.was_closed || shared.theirs) && posted_.size() < verbs::QueuePair::kDepth &&
            posted_bytes_ < kMaxPosted;
 }
 
 void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
-    const Shared& shared = regions_[frame.region];
+    const Shared& shared = regions_.at(frame.region);
     if (shared.was_closed) {  // there is no reader any more
         posted_.push_back({frame.region, 0, std::move(sent), true});
         if (posted_.size() == 1) tell_of_first();
@@ -110,18 +110,18 @@ void VerbsLink::take(const Frame& frame) {
     }
 }
 
-bool VerbsLink::is_posted(uint8_t region) const {
+bool VerbsLink::is_posted(uint16_t region) const {
     return std::any_of(posted_.begin(), posted_.end(),
                        [&](const Posted& posted) { return posted.region == region; });
 }
 
-void VerbsLink::confirm_closed(uint8_t region) {
+void VerbsLink::confirm_closed(uint16_t region) {
     if (!regions_[region].is_to_confirm || is_posted(region)) return;
     regions_[region].is_to_confirm = false;
     add_copy({Frame::kClosed, region}, {});
 }
 
-bool VerbsLink::forget(uint8_t region) {
+bool VerbsLink::forget(uint16_t region) {
     Shared& shared = regions_[region];
     if (end_.empty() && shared.own) {
         if (!shared.asked) add_copy({Frame::kClose, region}, {});

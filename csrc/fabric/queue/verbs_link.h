@@ -1,7 +1,7 @@
 #pragma once
 
-#include <array>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -21,18 +21,18 @@ class VerbsLink : public Link {
     VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePair> pair);
     ~VerbsLink() override { pair_->stop(); }
 
-    void open(uint8_t region, std::shared_ptr<const verbs::Region> memory);
+    void open(uint16_t region, std::shared_ptr<const verbs::Region> memory);
 
     void fail(const std::string& why) override;
     bool has_room() const override { return end_.empty() && words_->has_room(); }
-    bool has_room_for(uint8_t region) const override;
+    bool has_room_for(uint16_t region) const override;
     void add(const Frame& frame, const char* bytes, std::function<void()> sent) override;
     void add_copy(Frame frame, std::string bytes) override;
     bool send() override;
     bool has_to_send() const override;
     bool is_acknowledged() const override;
     bool receive(const Target& target, const Done& done) override;
-    bool forget(uint8_t region) override;
+    bool forget(uint16_t region) override;
     int descriptor() const override { return words_->descriptor(); }
     bool waits_for_descriptor() const override { return words_->has_to_send(); }
     bool is_polled() const override { return end_.empty() && !posted_.empty(); }
@@ -51,7 +51,7 @@ class VerbsLink : public Link {
         bool asked = false, was_confirmed = false;  // this side's request to close it
     };
     struct Posted {
-        uint8_t region;
+        uint16_t region;
         uint32_t bytes;
         std::function<void()> sent;
         bool is_for_nobody = false;  // it was not given to the card
@@ -59,12 +59,12 @@ class VerbsLink : public Link {
 
     void take(const Frame& frame);
     void tell_of_first();
-    bool is_posted(uint8_t region) const;
-    void confirm_closed(uint8_t region);
+    bool is_posted(uint16_t region) const;
+    void confirm_closed(uint16_t region);
 
     std::unique_ptr<Link> words_;
     std::shared_ptr<verbs::QueuePair> pair_;
-    std::array<Shared, 256> regions_;
+    std::map<uint16_t, Shared> regions_;
     std::deque<Posted> posted_;
     size_t posted_bytes_ = 0;
 };
