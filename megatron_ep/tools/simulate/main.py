@@ -23,7 +23,6 @@ TOKENS = {"normal": 4096, "low-latency": 128}  # defaults of --tokens
 NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
 # What Transformer Engine's grouped products of a layer with H = 7168 and F = 2048 do on an H200 in bf16.
 EXPERT_TFLOPS = 570.0
-CHUNKS_PAY = 1 / 3  # share of the calls in a layer from which two chunks save more than they cost, measured on two H200
 NEAR = 1.03  # time over that of the fastest up to which fewer SMs are preferred
 
 
@@ -233,7 +232,7 @@ def _print_share(prediction: Prediction, ffn: int) -> None:
     share = calls / (calls + experts)
     print(
         f"of a layer {share:.0%}: {calls:.1f} ms, forward and backward, beside {experts:.1f} ms of experts of width "
-        f"{ffn} at {EXPERT_TFLOPS:.0f} TFLOP/s; two chunks (moe_chunks) pay from {CHUNKS_PAY:.0%} on"
+        f"{ffn} at {EXPERT_TFLOPS:.0f} TFLOP/s; two chunks (moe_chunks) can hide at most the smaller of the two"
     )
 
 
