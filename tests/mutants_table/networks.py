@@ -344,8 +344,8 @@ MUTANTS = [
     Mutant(
         "nic: signals and credits count twice",
         SOFTWARE_NIC,
-        "add(port->heaps_[rank_] + frame.address, frame.increment);",
-        "add(port->heaps_[rank_] + frame.address, 2 * frame.increment);",
+        "add(port->second->heaps_[rank_] + frame.address, frame.increment);",
+        "add(port->second->heaps_[rank_] + frame.address, 2 * frame.increment);",
         NIC,
     ),
 ]
