@@ -121,6 +121,8 @@ class DistributedRankGroup(RankGroup):
 
     def reset(self) -> None:
         backend = self.live_backend()
+        # Ranks that enter a call which this one has refused would wait for it: from here on the monitor may be paused.
+        backend.settle_refusal(wait=0.0)
         self._meet_for("reset")
         with contextlib.ExitStack() as stack:
 

@@ -49,6 +49,12 @@ def test_a_mistake_on_one_rank_reaches_all(over, fabric, mode, kind):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fabric", ["", "tcp"])
+def test_a_mistake_and_a_reset_reach_ranks_that_come_later(over, fabric, mode):
+    over(fabric, one_rank.run_mistake_and_reset, mode, HOST, 4 if fabric else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fabric", ["", *NETWORKS])
 def test_a_mistake_of_all_ranks_needs_no_reset(over, fabric, mode):
     over(fabric, one_rank.run_mistake_of_all, mode, HOST, 4 if fabric else 2)

@@ -145,6 +145,24 @@ def run_one_masked_in_backward(place: Place, nodes: int, mask_s: float) -> str:
     return message
 
 
+def run_mistake_and_reset(mode: str, place: Place, nodes: int) -> None:
+    """Rank 2 gives a wrong argument and resets at once, before the others come to that call."""
+    calls = MODES[mode](place, nodes, 20.0)
+    x, ids, weights = calls.own()
+    dist.barrier()
+    started = time.monotonic()
+    if calls.rank == 2:
+        with pytest.raises(ValueError, match="must"):
+            calls.dispatch(x.int(), ids, weights)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(ep.EPAbortError, match="rank 2 refused its arguments"):
+            for _ in range(2):  # ranks that needed nothing of rank 2 so far hear of it in the second
+                calls.dispatch(x, ids, weights)
+    calls.is_usable_again()
+    assert time.monotonic() - started < 10, "the others waited until they timed out"
+
+
 def run_mistake_of_all(mode: str, place: Place, nodes: int) -> None:
     """All ranks refuse the same call, one after the other and for different reasons, so that none waits for it."""
     calls = MODES[mode](place, nodes, 20.0)
