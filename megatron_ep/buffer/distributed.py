@@ -121,8 +121,7 @@ class DistributedRankGroup(RankGroup):
 
     def reset(self) -> None:
         backend = self.live_backend()
-        # Ranks that enter a call which this one has refused would wait for it: from here on the monitor may be paused.
-        backend.settle_refusal(wait=0.0)
+        backend.settle_refusal(wait=0.0)  # from here on the monitor may be paused, and ranks wait in a refused call
         self._meet_for("reset")
         with contextlib.ExitStack() as stack:
 
@@ -154,7 +153,8 @@ class DistributedRankGroup(RankGroup):
             self._failed_reset = ""
         except BaseException as error:
             self._failed_reset = str(error) or type(error).__name__
-            self.__dict__.pop("known_calls", None)  # so that calls check whether the buffer is usable
+            # Calls that were made before are launched without checks unless the backend is aborted.
+            self.live_backend().abort(interrupted=False, failed=True, reason=self._failed_reset)
             raise
 
     def check_usable(self) -> None:

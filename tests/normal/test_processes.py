@@ -326,6 +326,9 @@ def run_failed_reset():
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     rows = ep.dispatch(x, ids, weights, buffer=buffer)  # the same calls again are made without checks
     ep.combine(rows.x, rows.handle)
+    mode = ep.LowLatency(buffer, max_tokens=64, hidden=x.shape[1], topk=ids.shape[1], dtype=x.dtype)
+    sent = mode.dispatch(x, ids)
+    mode.combine(sent.x, sent.handle)
     fails = mock.Mock(side_effect=RuntimeError("out of luck"))
     started = time.monotonic()
     with (
@@ -335,7 +338,12 @@ def run_failed_reset():
         buffer.reset()
     assert time.monotonic() - started < 30, "the others waited for rank 2"
     says = r"^the last reset failed: rank 2 could not .*out of luck; every rank must call buffer.reset\(\)"
-    for call in (lambda: ep.dispatch(x, ids, weights, buffer=buffer), lambda: ep.combine(rows.x, rows.handle)):
+    again = [
+        lambda: ep.dispatch(x, ids, weights, buffer=buffer),
+        lambda: ep.combine(rows.x, rows.handle),
+        lambda: mode.dispatch(x, ids),
+    ]
+    for call in again:
         with pytest.raises(ep.EPAbortError, match=says):
             call()
     calls.is_usable_again()
