@@ -155,7 +155,8 @@ def test_what_ends_a_call_and_what_does_not(run):
     cut = time.time()
     made.link(2, "down")
     for error in run.wait_for_failure(everyone, bound, cut):
-        assert re.search(r"connection to rank \d broke: nothing was heard from its machine for [3-9] s", error), error
+        # Either the connection's own limit ends the call or, a moment earlier, that of the wait, which is as long.
+        assert re.search(r"nothing was heard from (its machine|rank \d \(machine\d\)) for [3-9] s", error), error
     made.link(2, "up")
     run.go_on()
 
