@@ -51,6 +51,11 @@ def test_script(arguments: list[str], says: str) -> None:
         assert status == 0 and text.count(says) == 1, text
 
 
+def test_collectivex_adapter() -> None:
+    for status, text in forks.run_ranks([str(ROOT / "tests/helpers/collectivex_ranks.py")], 2):
+        assert status == 0 and text.count("all rows and sums are right") == 1, text
+
+
 def test_an_own_model(tmp_path: Path) -> None:
     """The blocks of the quick start; DDP and FSDP2 give the same gradients."""
     section = (ROOT / "docs/quickstart.md").read_text().split("## In your own model\n")[1].split("\n## ")[0]
