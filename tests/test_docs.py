@@ -48,6 +48,7 @@ NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:h|inl|cu|cpp|py|yaml|txt|sh|md|svg)
 NOT_HERE = {
     "pretrain_gpt.py",
     "fused_a2a.py",
+    "run_ep.py",
     "deepep.py",
     "deepep_ht.py",
     "deepep_ll.py",
