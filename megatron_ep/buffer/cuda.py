@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import Given
+from megatron_ep.buffer.interface import Backend, Given
 from megatron_ep.buffer.launches import Launches
-from megatron_ep.buffer.of_group import OfGroup
 from megatron_ep.errors import EPStuckError
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
@@ -47,8 +46,8 @@ MAX_LAUNCHES_AHEAD = 16
 _replayable: list[CudaBackend] = []
 
 
-class CudaBackend(OfGroup):
-    """The backend of ranks of this process on one GPU, see `interface.Backend`.
+class CudaBackend(Backend):
+    """The backend of ranks of this process on one GPU.
 
     If a library carries the puts, it may wait forever inside a launch; a call that waits for such a launch raises
     EPStuckError.
@@ -62,6 +61,7 @@ class CudaBackend(OfGroup):
     # together take the same time with and without it.
     min_local_bytes = 32 << 20
     host_knows_counts = False
+    launches_ahead = True
 
     def __init__(self, connection: Connection, heap: Any, device: torch.device, sms: int, rank: int = 0):
         _forget_graphs_that_are_gone()
@@ -72,7 +72,6 @@ class CudaBackend(OfGroup):
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
-        self.launches_ahead = True
         self.min_stores = MIN_STORES_PER_SM * sms
         self.memories = connection.memories
         self.network_memory = connection.network_memory
@@ -120,9 +119,6 @@ class CudaBackend(OfGroup):
     def current_stream(self) -> int:
         # torch.cuda.current_stream wraps this, and is slower. Each call needs the stream several times.
         return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-    def finished(self) -> bool:
-        return False  # the host does not know when an enqueued launch ends
 
     def finish_launches(self) -> None:
         gpu.run_deferred()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ep import _C
 from megatron_ep.buffer import connect, cuda, host, release, sizes
-from megatron_ep.buffer.interface import HasMemory
+from megatron_ep.buffer.interface import Backend, Part
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
@@ -199,7 +199,7 @@ class DistributedRankGroup(RankGroup):
         if failure is not None:
             raise failure
 
-    def _give_back(self, rendezvous: StoreRendezvous, holders: Sequence[HasMemory], *, all_came: bool) -> None:
+    def _give_back(self, rendezvous: StoreRendezvous, holders: Sequence[Backend | Part], *, all_came: bool) -> None:
         network = [holder.network_memory for holder in holders if holder.network_memory is not None]
         if not network:
             memories = [holder.memories for holder in holders]
@@ -327,16 +327,7 @@ class DistributedRankGroup(RankGroup):
         return connect.low_latency(self._gpu_rank(blocks), heap, self.fabric, backend.connection)
 
     def _gpu_rank(self, blocks: int) -> GpuRank:
-        return GpuRank(
-            rendezvous=self._rendezvous,
-            config=self.config,
-            machines=machines(self._infos),
-            pids=[info.pid for info in self._infos],
-            gpus=[info.gpu for info in self._infos],
-            pcis=[info.pci for info in self._infos],
-            device=self.device,
-            blocks=blocks,
-        )
+        return GpuRank(self._rendezvous, self.config, self._infos, self.device, blocks)
 
     def shared_segments(self, size: int) -> list[Any]:
         """Returns `size` bytes of host memory for each rank of this machine, mapped by all of them, and a mirror of the

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import Given
-from megatron_ep.buffer.of_group import OfGroup
+from megatron_ep.buffer.interface import Backend, Given
 
 # A refused call is published as one word: the number of the rank's refusals by then, from 1, times this, plus the
 # launches that it had entered.
@@ -34,12 +33,8 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
 
-class HostBackend(OfGroup):
-    """See `interface.Backend`."""
-
-    min_local_bytes = math.inf  # a separate launch saves nothing, because the same threads would run it
-    min_stores = 0.0
-    host_knows_counts = True
+class HostBackend(Backend):
+    """The backend of ranks on the host. A separate intra-rank pass saves nothing: the same threads would run it."""
 
     def __init__(
         self,
@@ -58,7 +53,6 @@ class HostBackend(OfGroup):
         self.is_seeded = seed is not None
         self._ranks = ranks
         self.memories = list(segments)
-        self.network_memory = None
         group = _C.host_group(
             heap=heap,
             ranks=ranks,
@@ -80,35 +74,11 @@ class HostBackend(OfGroup):
             self.settle_refusal(wait=self._timeout)
         return group.launch(call, phase, 0, given)
 
-    def new_counts(self, experts: int, *, wait: bool, index: int = 0) -> torch.Tensor:
-        return torch.empty(2, experts, dtype=torch.int64, device="cpu")
-
-    def taken_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        return counts
-
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return new_output(shape, dtype)
 
-    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
-        pass
-
-    def may_wait_on_side_stream(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def current_stream(self) -> int:
-        return 0
-
     def finished(self) -> bool:
         return self.group.finished()
-
-    def synchronize(self) -> None:
-        pass
-
-    def finish_launches(self) -> None:
-        pass
 
     def _is_in_call(self) -> bool:
         """Returns whether another thread is in a call, which runs to its end unless it has failed."""
@@ -160,18 +130,8 @@ class HostBackend(OfGroup):
         if self._is_in_call():
             raise RuntimeError("the buffer is in use by another thread")
 
-    def defer(self, work: Callable[[], None]) -> None:
-        work()
-
-    @staticmethod
-    def give_back() -> None:
-        pass
-
     def needs_memory(self) -> str:
         return "a call is under way in another thread" if self._is_in_call() else ""
-
-    def close(self) -> None:
-        pass
 
     @property
     def seconds(self) -> float:

@@ -9,13 +9,15 @@ of them, and every wait for another rank has a bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from megatron_ep import _C
 from megatron_ep.config import Config
+from megatron_ep.fabrics.rank_info import RankInfo, machines
 from megatron_ep.fabrics.tcp import Network
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
@@ -24,19 +26,14 @@ from megatron_ep.meeting.rendezvous import StoreRendezvous
 class GpuRank:
     """The rank of this process, and what a fabric needs to know about all ranks.
 
-    machines: machine of each rank, as shown to users.
-    pids: process of each rank.
-    gpus, pcis: UUID and PCI address of each rank's GPU.
+    infos: what each rank has told about itself.
     device: GPU of this rank.
     blocks: thread blocks of each launch on it, one per SM.
     """
 
     rendezvous: StoreRendezvous
     config: Config
-    machines: Sequence[str]
-    pids: Sequence[int]
-    gpus: Sequence[str | None]
-    pcis: Sequence[str | None]
+    infos: Sequence[RankInfo]
     device: torch.device
     blocks: int
 
@@ -45,27 +42,45 @@ class GpuRank:
         return self.rendezvous.rank
 
     @property
+    def machines(self) -> list[str]:
+        """The machine of each rank, as shown to users."""
+        return machines(self.infos)
+
+    @property
+    def gpus(self) -> list[str | None]:
+        """The UUID of each rank's GPU."""
+        return [info.gpu for info in self.infos]
+
+    @property
     def processes(self) -> str:
         """Names the processes that may map each other's memory."""
-        return " ".join(map(str, self.pids))
+        return " ".join(str(info.pid) for info in self.infos)
 
 
 @dataclass
-class Connection:
-    """What launches of the normal mode use, and what must live as long as they run.
+class LowLatencyConnection:
+    """What launches of the low-latency mode use, and what must live as long as they run.
 
     group: compiled group.
     memories: mapped memory of each rank; None for a rank that is not mapped.
     network_memory: symmetric memory of this rank, if a library allocates it.
+    """
+
+    group: Any
+    memories: list[Any] = field(default_factory=list)
+    network_memory: Any = None
+
+
+@dataclass
+class Connection(LowLatencyConnection):
+    """What launches of the normal mode use.
+
     library_timeout: seconds after which each wait of a launch ends, if a library carries the puts and may itself wait
         longer.
     network, report: thread that carries what goes to other nodes, and what the GPU reports to it.
     reason: description of the connection.
     """
 
-    group: Any
-    memories: list[Any] = field(default_factory=list)
-    network_memory: Any = None
     library_timeout: float | None = None
     network: Network | None = None
     report: Any = None
@@ -76,10 +91,14 @@ class Connection:
         return self.network is None and self.network_memory is None
 
 
-@dataclass
-class LowLatencyConnection:
-    """What launches of the low-latency mode use: see `Connection`."""
-
-    group: Any
-    memories: list[Any] = field(default_factory=list)
-    network_memory: Any = None
+def over_library(rank: GpuRank, heap: _C.Heap, group: Callable[..., Any], memory: Any, reason: str) -> Connection:
+    """Returns the connection over a library's symmetric memory. group: constructor of the compiled group."""
+    made = group(
+        heap=heap,
+        rank=rank.rank,
+        memory=memory,
+        device=rank.device.index,
+        num_sms=rank.blocks,
+        timeout=rank.config.timeout_seconds,
+    )
+    return Connection(made, network_memory=memory, library_timeout=rank.config.timeout_seconds, reason=reason)

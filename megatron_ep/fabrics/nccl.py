@@ -9,8 +9,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.fabrics import choice, gpu
-from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection
-from megatron_ep.fabrics.library import over_library
+from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection, over_library
 
 
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:

@@ -23,15 +23,16 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
     fabric: one of `choice.OF_HOST`.
     """
     direct = fabric == choice.IBGDA
-    nodes = _nodes(rank.machines, heap.ranks_per_node)
+    machines = rank.machines
+    nodes = _nodes(machines, heap.ranks_per_node)
     node = _node_of(rank, heap)
     memories = peer_memories(rank.rendezvous, begin, rank.device, heap.bytes_without_network, rank.processes, node)
 
     def make() -> Connection:
         index = rank.device.index
         report = _C.PinnedReport(index)
-        mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in rank.machines]
-        cards = verbs.cards_for(fabric, rank.rank, rank.machines, gpus=rank.pcis)
+        mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
+        cards = verbs.cards_for(fabric, rank.rank, machines, gpus=[info.pci for info in rank.infos])
         nic = _C.nic_of_gpu(rank=rank.rank, report=report, mirrors=mirrors, cards=cards)
         group = _C.queue_group(
             heap=heap,
@@ -42,7 +43,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
             num_sms=rank.blocks,
             timeout=rank.config.timeout_seconds,
         )
-        network = Network(rank.rank, nodes, nic, cards=cards, places=rank.machines)
+        network = Network(rank.rank, nodes, nic, cards=cards, places=machines)
         return Connection(group, memories, network=network, report=report)
 
     connection = rank.rendezvous.agree(make)

@@ -149,7 +149,9 @@ def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
     group.abort.assert_not_called()
 
 
-def test_each_launch_has_its_own_time(stream: Stream) -> None:
+def test_each_launch_has_its_own_time(stream: Stream, monkeypatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(launches_module, "time", SimpleNamespace(monotonic=lambda: now))
     launches = Launches(TIMEOUT)
     for _ in range(4):
         with launches.record(stream):
@@ -157,7 +159,7 @@ def test_each_launch_has_its_own_time(stream: Stream) -> None:
     for reached in range(1, 9):  # of the next a start, or an end
         stream.reached = reached
         launches.check()
-        time.sleep(2 * TIMEOUT)
+        now += 2 * TIMEOUT
         launches.check()
     assert launches.measured() == 0
 

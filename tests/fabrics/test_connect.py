@@ -16,7 +16,7 @@ from megatron_ep import _C
 from megatron_ep.buffer import connect, cuda
 from megatron_ep.fabrics import atomics, choice, gpu, nvshmem, nvshmem_env, peer_memory
 from megatron_ep.fabrics.connection import Connection, GpuRank
-from megatron_ep.fabrics.rank_info import RankInfo, machines
+from megatron_ep.fabrics.rank_info import RankInfo
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -63,9 +63,7 @@ def connected(
 
 
 def gpu_rank(rendezvous: StoreRendezvous, infos: list[RankInfo], blocks: int) -> GpuRank:
-    pids, pcis = [info.pid for info in infos], [info.pci for info in infos]
-    gpus = [info.gpu for info in infos]
-    return GpuRank(rendezvous, ep.Config(num_experts=8), machines(infos), pids, gpus, pcis, DEVICE, blocks)
+    return GpuRank(rendezvous, ep.Config(num_experts=8), infos, DEVICE, blocks)
 
 
 @contextlib.contextmanager

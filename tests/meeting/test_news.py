@@ -23,7 +23,7 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.buffer.of_group import OfGroup
+from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON
 from megatron_ep.meeting import codec, news
 from megatron_ep.meeting.news import Failure, News
@@ -43,7 +43,7 @@ def near(rank: int) -> range:
 @contextlib.contextmanager
 def machines(rank: int):
     """A buffer that is made here has two machines, and between them no network that would tell of failures."""
-    open_segment, statuses = _C.Segment.open, OfGroup.rank_statuses
+    open_segment, statuses = _C.Segment.open, Backend.rank_statuses
     pids: list[int] = [0] * W
     dist.all_gather_object(pids, os.getpid())
 
@@ -55,7 +55,7 @@ def machines(rank: int):
             is_near = pids.index(address[0]) in near(rank)
             return open_segment(address, size) if is_near else _C.Segment.anonymous(size)
 
-    OfGroup.rank_statuses = lambda self: [status for status in statuses(self) if status.rank in near(rank)]
+    Backend.rank_statuses = lambda self: [status for status in statuses(self) if status.rank in near(rank)]
     with (
         mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
         mock.patch("megatron_ep.buffer.distributed.agreed_topology", lambda infos, config: ep.Topology(2, 2)),
