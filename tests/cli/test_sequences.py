@@ -60,7 +60,8 @@ def test_nothing_to_compute(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--ranks-per-node", "2"]], ids=["one node", "two nodes"])
-def test_predicted_times(more, capsys):
+def test_predicted_times(more, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("1024\n0\n1024\n")
     assert cli.main(["sequences", "lengths.txt", "--ranks", "4", "--predict", "--num-sms", "16", *more]) == 0
     text = capsys.readouterr().out.partition("Predicted on ")[2]
     assert text.startswith(f"h200_{'cx7, 2 x 2' if more else 'nvlink, 1 x 4'} ranks, 16 SMs")

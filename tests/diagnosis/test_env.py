@@ -41,8 +41,12 @@ def run_env(package: Path) -> str:
     return done.stdout
 
 
-def test_report_of_this_machine() -> None:
-    report = env.collect()
+@pytest.fixture(scope="module")
+def report() -> env.Report:
+    return env.collect()
+
+
+def test_report_of_this_machine(report: env.Report) -> None:
     assert list(report) == SECTIONS
     assert json.loads(json.dumps(report)) == report
     assert report["extension"]["imports"] is True, report["extension"]
@@ -57,9 +61,13 @@ def test_report_of_this_machine() -> None:
 
 
 def test_never_imports_what_it_reports_on() -> None:
-    script = "import sys, megatron_ep.diagnosis.env as env; env.collect(); print(*sys.modules)"
+    script = (
+        "import sys; from megatron_ep.cli.main import main; status = main(['env']); print('MODULES', *sys.modules); "
+        "sys.exit(status)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "megatron", "megatron_ep._C"} & set(done.stdout.split())
+    text, _, modules = done.stdout.partition("MODULES ")
+    assert "torch" in text and not {"torch", "numpy", "megatron", "megatron_ep._C"} & set(modules.split())
 
 
 def test_nothing_installed(lone_package: Path) -> None:
@@ -70,11 +78,11 @@ def test_nothing_installed(lone_package: Path) -> None:
     assert "`pip install torch`" in to_do and "install a wheel for this Python" in to_do
 
 
-def test_from_a_source_tree(lone_package: Path) -> None:
+def test_from_a_source_tree(lone_package: Path, report: env.Report) -> None:
     (lone_package.parent / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
     text = run_env(lone_package)
     assert f"1.2.3, not installed: imported from {lone_package.parent}" in text
-    assert "megatron_ep 1.2.3; torch not installed" in env.headline({**env.collect(), "packages": _packages(text)})
+    assert "megatron_ep 1.2.3; torch not installed" in env.headline({**report, "packages": _packages(text)})
 
 
 def _packages(text: str) -> dict[str, str]:
@@ -102,7 +110,7 @@ def test_extension_hangs(lone_package: Path, monkeypatch: pytest.MonkeyPatch) ->
     (lone_package / "_C.py").write_text("import time; time.sleep(600)")
     monkeypatch.setattr(env, "PACKAGE_DIR", lone_package)
     monkeypatch.setattr(env, "COMMAND_LIMIT_S", 1.0)
-    facts = env.collect()["extension"]
+    facts = env._extension()
     assert facts["imports"] is False
     assert "no answer within 1 s" in facts["error"]
 
@@ -112,7 +120,7 @@ def test_environment_shows_what_matters_and_no_secret(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_JWT", "a secret")
     monkeypatch.setenv("UNRELATED", "private")
-    shown = env.collect()["environment"]
+    shown = env._environment()
     assert (shown["MEGATRON_EP_TIMEOUT"], shown["RANK"], shown["SLURM_JWT"]) == ("7", "3", "(set)")
     assert "UNRELATED" not in shown
 
@@ -133,4 +141,4 @@ def test_nvlink_domains_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tool.write_text("#!/bin/sh\necho GPU-01234567-89ab-cdef-0123-456789abcdef\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert env.collect()["cuda"]["nvlink domains"] == ["none of several hosts"]
+    assert env._domains() == ["none of several hosts"]

@@ -63,6 +63,7 @@ def check(made, folder: Path, *arguments: str, environment: dict[int, dict[str, 
 
 @on_machines
 @with_filter
+@pytest.mark.nightly
 def test_a_slow_machine_and_one_that_loses_packets(three, tmp_path):
     three.limit(1, "100mbit")
     three.drop(2, "numgen", "random", "mod", "100", "<", "5")
@@ -87,6 +88,7 @@ def test_a_firewall_and_the_wrong_interface(three, tmp_path):
 
 
 @on_machines
+@pytest.mark.nightly
 def test_the_right_interface_is_told(tmp_path):
     with machines.Machines(2) as two:
         text, status = check(two, tmp_path, environment={0: {"MEGATRON_EP_ADDRESS": "127.0.0.1"}})
@@ -119,13 +121,14 @@ with mock.patch.object(network, "examine_all", examined):
 def test_rank_0_keeps_the_store_until_all_have_left(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(EXAMINED)
-    for _ in range(5):
+    for _ in range(2):
         ends = forks.run_ranks([program], 4)
         assert [status for status, _ in ends] == [0] * 4, ends
 
 
 @on_machines
 @with_filter
+@pytest.mark.nightly
 def test_packets_that_are_too_large_for_the_way(tmp_path):
     with machines.Machines(2) as two:
         for machine in range(2):
@@ -171,9 +174,15 @@ def library() -> str:
     return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
 
 
+def examine() -> tuple[str, int]:
+    """With short measurements."""
+    with mock.patch.multiple(network_examination, LOAD_S=0.01, REPEATS=1, FIRST_BYTES=1 << 16, MIN_BYTES=1 << 16):
+        return network._examine_apart(20.0)
+
+
 def examine_builds() -> tuple[str, int]:
     with mock.patch.object(network_examination, "_build", lambda: f"megatron_ep 0.{dist.get_rank()}"):
-        return network._examine_apart(20.0)
+        return examine()
 
 
 def test_other_versions_are_named_and_nothing_is_sent(ranks):
@@ -183,7 +192,7 @@ def test_other_versions_are_named_and_nothing_is_sent(ranks):
 
 
 def test_ranks_of_one_machine(ranks):
-    for text, _ in ranks.run(network._examine_apart, 20.0):
+    for text, _ in ranks.run(examine):
         assert "2 ranks on 2 machines" in text and "a rehearsal on one machine" in text
         assert "contents and order are right" in text, text
         assert "export MEGATRON_EP_ADDRESS=" in text
@@ -202,7 +211,7 @@ def examine_cards(
         mock.patch.dict(os.environ, {choice.VARIABLE: wanted}),
         cards_with(**dict(devices=2) | facts[dist.get_rank()]),
     ):
-        return network._examine_apart(20.0)
+        return examine()
 
 
 def test_network_cards_are_examined(ranks, library):

@@ -6,6 +6,8 @@ import pytest
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict
 
+pytestmark = pytest.mark.nightly
+
 
 def both_ways(nodes, chunk, **card):
     config = Config(num_experts=256, num_sms=24, tuning=Tuning(rdma_chunk_tokens=chunk))

@@ -151,6 +151,7 @@ def test_images_of_equal_nodes_change_nothing(h200):
         assert a.phases[name].us == pytest.approx(phase.us, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_rings_are_deep_enough_for_either_order_of_a_card(h200):
     """First come, first served the puts of one source follow each other, and rings have to hold its rows meanwhile.
     Two of the nodes for all eight: with all of them it takes a minute, and combine takes 1.07 times as long."""
