@@ -98,7 +98,7 @@ class DistributedRankGroup(RankGroup):
                     self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
                 return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
 
-            self._backend = self._rendezvous.agree(make) if name in choice.BY_CARD else make()
+            self._backend = self._rendezvous.agree(make) if machine_count > 1 else make()
             if self._network is not None:
                 self._network.connect(self._rendezvous)
                 fabric = choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))

@@ -147,10 +147,13 @@ class Network:
                 return connections
 
             connections = rendezvous.agree(join, seconds=limit)  # connects all queue pairs before any rank sends
-            self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
-            sockets = [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
-            self.nic.start(sockets, [pairs.get(rank) for rank in range(len(told))], SILENCE_S)
-        rendezvous.barrier()  # no connection ends before all ranks have started
+
+            def start() -> None:
+                self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
+                sockets = [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
+                self.nic.start(sockets, [pairs.get(rank) for rank in range(len(told))], SILENCE_S)
+
+            rendezvous.agree(start)  # no connection ends before all ranks have started
 
     def connect_part(self, rendezvous: StoreRendezvous) -> None:
         """Waits until all ranks have opened a new part of a buffer, before any rank sends to it. Collective."""

@@ -616,13 +616,19 @@ def test_who_waits_for_a_connection_looks_whether_it_may_still_come():
         one.close()
 
 
-def run_failed_join() -> str:
-    """Rank 3 fails where the others wait for its connections."""
-    fails = mock.Mock(side_effect=OSError("no descriptors left"))
+class CannotStart(_C.SoftwareNic):
+    def start(self, *_):
+        raise OSError("no descriptors left")
+
+
+def run_failed_join(where: str) -> str:
+    """Rank 3 fails where the others wait for its connections, or before or after that."""
+    fails = mock.Mock(side_effect=OSError("no descriptors left"), mirror_bytes=_C.SoftwareNic.mirror_bytes)
+    place = {"join": (tcp, "join", fails), "nic": (_C, "SoftwareNic", fails), "start": (_C, "SoftwareNic", CannotStart)}
     start = time.monotonic()
     with (
         machines_of(1),
-        mock.patch.object(tcp, "join", fails if dist.get_rank() == W - 1 else tcp.join),
+        mock.patch.object(*place[where]) if dist.get_rank() == W - 1 else contextlib.nullcontext(),
         pytest.raises(EPError) as caught,
     ):
         ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
@@ -630,8 +636,9 @@ def run_failed_join() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_cannot_connect_is_not_waited_for(ranks):
-    for text in ranks.run(run_failed_join):
+@pytest.mark.parametrize("where", ["nic", "join", "start"])
+def test_a_rank_that_cannot_connect_is_not_waited_for(ranks, where):
+    for text in ranks.run(run_failed_join, where):
         assert re.fullmatch("rank 3 could not set up the buffer: (OSError: )?no descriptors left", text), text
 
 
