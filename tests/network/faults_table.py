@@ -144,8 +144,10 @@ class Fault:
     parent: int = -1  # the rank with a forked child
 
 
+OTHER_MACHINE = (0, 1)  # where a rank is killed its launcher ends those of its machine, perhaps before they are told
+
 FAULTS = [
-    Fault("`kill -9` of rank 3", 10, lambda job: job.send(3, signal.SIGKILL), (0, 1, 2)),
+    Fault("`kill -9` of rank 3", 10, lambda job: job.send(3, signal.SIGKILL), OTHER_MACHINE),
     Fault("rank 3 is stopped (SIGSTOP)", 10, lambda job: job.send(3, signal.SIGSTOP), (0, 1, 2)),
     Fault("rank 3 is stopped for 45 s", 100, stop_for(45), ()),
     Fault("machine 1's link is cut", 8, link_down),
@@ -153,8 +155,8 @@ FAULTS = [
     Fault("five cuts of 3 s, 11 to 13 s apart", 60, cut_five_times, ()),
     Fault("machine 1 hears nothing of machine 0", 60, lambda job: job.made.drop(1, "ip", "saddr", job.made.address(0))),
     Fault("20 % of all packets are lost, 12 s", 60, lose, ()),
-    Fault("packets of more than 900 bytes are lost", 10, drop_large),
-    Fault("the launcher of machine 1 is killed", 60, lambda job: job.made.stop(1), (0, 1)),
+    Fault("packets of more than 900 bytes are lost", 60, drop_large),
+    Fault("the launcher of machine 1 is killed", 60, lambda job: job.made.stop(1), OTHER_MACHINE),
     Fault("both machines have the same name", 60, lambda job: None, (), hostname="box"),
     Fault("machine 0 on the wrong interface", 10, lambda job: job.go.touch(), waits="address"),
     Fault("a firewall between the machines", 10, set_up_behind_a_firewall, waits="yes"),
@@ -162,7 +164,7 @@ FAULTS = [
         "`kill -9` of rank 3, which has forked",
         60,
         lambda job: job.send(3, signal.SIGKILL),
-        (0, 1, 2),
+        OTHER_MACHINE,
         parent=3,
     ),
 ]
