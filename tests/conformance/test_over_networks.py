@@ -40,7 +40,7 @@ def run_aborted() -> str:
         start = time.monotonic()
         with pytest.raises(ep.EPError) as caught:
             ep.dispatch(X, IDS, buffer=buffer)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
         buffer.reset()
         rows = ep.dispatch(X, IDS, buffer=buffer).x
         assert torch.equal(rows, torch.ones(rows.shape))
@@ -81,7 +81,7 @@ def run_until_broken(facts: dict[str, int]) -> str:
             with pytest.raises(ep.EPError) as caught:
                 for _ in range(2):  # in the first one a rank may have all that it needs before it hears
                     ep.dispatch(X, IDS, buffer=buffer)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 15
             dist.barrier()
         buffer.reset()
         assert torch.equal(ep.dispatch(X, IDS, buffer=buffer).x, expected)

@@ -209,12 +209,13 @@ def run_mistake_of_another_thread(mode: str, place: Place, nodes: int) -> None:
             calls.dispatch(x.int(), ids, weights)
         except Exception as error:
             errors.append(error)
+        dist.barrier()
 
     thread = threading.Thread(target=err)
     if calls.rank == 0:
         thread.start()
     else:
-        time.sleep(1.0)
+        dist.barrier()
     calls.dispatch(x, ids, weights)
     if calls.rank == 0:
         thread.join()

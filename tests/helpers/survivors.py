@@ -71,7 +71,7 @@ def check_killed(tmp_path, device="cpu", cause=r"rank \d stopped waiting: rank 1
     processes[1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     statuses, outputs = finish(processes)
-    assert time.monotonic() - killed < 3
+    assert time.monotonic() - killed < 15
     assert statuses == [9, -signal.SIGKILL, 9, 9], outputs
     # whatever it was doing, and whichever other ranks the others wait for
     verdict = re.compile(f"EPAbortError {cause}[\n;]")

@@ -8,6 +8,8 @@ import machines
 import pytest
 from jobs_on_machines import fork, log_of, run_for_ever, start, torchrun, wait_for
 
+from megatron_ep.fabrics import tcp
+
 pytestmark = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
 
 
@@ -51,7 +53,7 @@ def test_a_machine_that_is_gone_is_heard_of_on_the_other(two, tmp_path):
     killed = time.time()
     two.stop(1)
     for match in wait_for(tmp_path, r"RANK ([01]) AT ([\d.]+): (.*)", 2, 20):
-        assert float(match[2]) - killed < 2, match[0]
+        assert float(match[2]) - killed < tcp.SILENCE_S, match[0]
         assert re.search(r"connection to rank [23] broke|rank [23]", match[3])
 
 
@@ -60,7 +62,7 @@ def test_a_network_that_is_cut_ends_in_the_bound(two, tmp_path):
     cut = time.time()
     two.link(1, "down")
     for match in wait_for(tmp_path, r"RANK (\d) AT ([\d.]+): (.*)", 4, 30):
-        assert 3 < float(match[2]) - cut < 12, match[0]
+        assert 3 < float(match[2]) - cut < 20, match[0]
         others = "2, 3 (machine1)" if match[1] in "01" else "0, 1 (machine0)"
         says = f"nothing was heard from rank {others} for "
         assert says in match[3] and match[3].endswith(" s: the network between, or that machine")

@@ -68,7 +68,7 @@ def run_without_the_last() -> str:
             start = time.monotonic()
             with pytest.raises(EPError) as caught:
                 trial.exchange(others, others, 1 << 20, 0.5)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 15
             text = str(caught.value)
         rendezvous.barrier()
     return text

@@ -171,12 +171,12 @@ class Telling(_C.SoftwareNic):
 def run_late_with_calls_that_tell() -> None:
     """As `run_late`, by one of several calls."""
     with machines_of(1), mock.patch.object(_C, "SoftwareNic", Telling):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=1), ep.Topology(W, 1))
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=2), ep.Topology(W, 1))
     nic = buffer._group._network.nic
     x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
     dist.barrier()
     if dist.get_rank() == W - 1:
-        time.sleep(2)
+        time.sleep(4)
     dispatch, times = lambda: ep.dispatch(x, ids, buffer=buffer), 0
     for call in (dispatch, dispatch, buffer.raise_if_failed):  # it fails, was known to have failed, and is asked for
         with pytest.raises(EPError):
@@ -493,12 +493,13 @@ def join_both(listeners, told) -> dict:
     return made
 
 
-def test_of_many_strangers_the_first_to_come_is_turned_away():
+def test_of_many_strangers_the_first_to_come_is_turned_away(monkeypatch):
+    monkeypatch.setattr(tcp, "HELLO_S", 60)  # none leaves before both have joined
     listeners, told = listening()
-    address, start = (told[0].host, told[0].port), time.monotonic()
+    address = (told[0].host, told[0].port)
     strangers = [socket.create_connection(address, 5) for _ in range(tcp.MAX_STRANGERS)]
     made = join_both(listeners, told)
-    assert made[0].keys() == {1} and time.monotonic() - start < tcp.HELLO_S
+    assert made[0].keys() == {1}
     assert strangers[0].recv(1) == b""
     for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
         connection.close()
@@ -588,7 +589,7 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
     listeners[0].close()  # nobody listens there any more
     start, made = time.monotonic(), {}
     join(1, listeners, told, 1.0, made)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert f"rank 1 did not reach rank 0 (a, 127.0.0.1 port {told[0].port}) within 1 s: Connection refused" in str(
         made[1]
     )

@@ -46,7 +46,7 @@ def test_the_others_hear_that_a_rank_was_interrupted(ranks):
 
 def run_no_memory_in_backward(kind):
     """Rank 2 cannot have what the backward pass returns."""
-    calls = Normal(HOST)
+    calls = Normal(HOST, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     leaf = x.requires_grad_()
     rows = ep.dispatch(leaf, ids, weights, buffer=buffer)
@@ -65,7 +65,7 @@ def run_no_memory_in_backward(kind):
         with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
             result.sum().backward()
             ep.dispatch(leaf, handle=rows.handle)  # ranks that needed nothing of rank 2 hear of it now
-    assert time.monotonic() - started < HOST.timeout, "the others waited until they timed out"
+    assert time.monotonic() - started < 30, "the others waited until they timed out"
     calls.is_usable_again()
 
 
@@ -197,7 +197,7 @@ def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
 
 def run_mistakes_outside_the_tensors(kind):
     """Rank 2's mistake is not a wrong tensor; the others must hear of it all the same."""
-    calls = Normal(HOST)
+    calls = Normal(HOST, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     wrong = buffer.rank == 2
     options = {"expert_capacity": 2**40} if kind == "number" else {}
@@ -209,7 +209,7 @@ def run_mistakes_outside_the_tensors(kind):
         if wrong and handle:
             ep.dispatch(x, handle=handle, buffer=buffer)
         ep.dispatch(x, ids, weights, buffer=buffer, **(options if wrong else {}))
-    assert time.monotonic() - started < HOST.timeout
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("kind", ["number", "handle", "memory"])
