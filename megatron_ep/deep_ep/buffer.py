@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep.config import MAX_CHANNELS, require_int
-from megatron_ep.deep_ep import config as sizes
 from megatron_ep.deep_ep import transfers
-from megatron_ep.deep_ep.config import ALIGNMENT, Config
+from megatron_ep.deep_ep.config import ALIGNMENT, Config, low_latency_bytes
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, run
 from megatron_ep.deep_ep.handles import NormalHandle
 from megatron_ep.deep_ep.instances import Instances
@@ -91,17 +90,17 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        return sizes.dispatch_preset(Buffer.num_sms, num_ranks)
+        return Config(Buffer.num_sms, 24 if num_ranks == 2 else 6, 256, 6, 128)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        return sizes.combine_preset(Buffer.num_sms, num_ranks)
+        return Config(Buffer.num_sms, {2: 10, 4: 9}.get(num_ranks, 4), 256, 6, 128)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        return sizes.low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -115,10 +114,16 @@ class Buffer(LowLatencyCalls):
         byte `offset` on. It is separate from the memory of the transfers."""
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         require_int("offset", offset, 0, num_bytes)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        memory, view = sizes.scratch(num_bytes, dtype, size, self._scratch.get(use_rdma_buffer), offset, device)
-        self._scratch[use_rdma_buffer] = memory
-        return view
+        if use_rdma_buffer not in self._scratch:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._scratch[use_rdma_buffer] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory = self._scratch[use_rdma_buffer][offset:]
+        elements = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        if size is None:
+            return elements
+        if size.numel() > len(elements):
+            raise ValueError(f"size is {tuple(size)}, must be at most {len(elements)} elements of {dtype}")
+        return elements[: size.numel()].view(size)
 
     # ---- normal mode
 
@@ -191,8 +196,16 @@ class Buffer(LowLatencyCalls):
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     raise ValueError(f"{name} must not be given with a handle")
-            rows, event = _dispatch_again(handle, x, previous_event, async_finish)
-            return rows, None, None, None, None, event
+            routes = _normal(handle).routes
+            again, event = run(
+                device_of(x),
+                lambda: transfers.dispatch_again(routes, x),
+                tensors_of(x),
+                previous_event,
+                async_finish,
+                transfers.Received.tensors,
+            )
+            return again.rows, None, None, None, None, event
         if num_tokens_per_expert is None:
             raise ValueError("num_tokens_per_expert is None, must be int32 [E] unless a handle is given")
         if (topk_idx is None) != (topk_weights is None):
@@ -274,21 +287,6 @@ class Buffer(LowLatencyCalls):
     # DeepEP's own calls use these names if a group has several nodes; the arguments are the same.
     internode_dispatch = dispatch
     internode_combine = combine
-
-
-def _dispatch_again(
-    handle: NormalHandle, x: Rows, previous_event: EventOverlap | None, async_finish: bool
-) -> tuple[Rows, EventOverlap]:
-    routes = _normal(handle).routes
-    received, event = run(
-        device_of(x),
-        lambda: transfers.dispatch_again(routes, x),
-        tensors_of(x),
-        previous_event,
-        async_finish,
-        transfers.Received.tensors,
-    )
-    return received.rows, event
 
 
 def _normal(handle: NormalHandle) -> NormalHandle:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-import torch
-
 from megatron_ep import _C, config
 from megatron_ep.buffer import sizes
 from megatron_ep.normal.api import MAX_PADDED_ROWS
@@ -68,14 +66,6 @@ def row_class(row_bytes: int) -> int | None:
     return None if row_bytes <= sizes.WIDEST_ROW_BYTES else 1 << (row_bytes - 1).bit_length()
 
 
-def dispatch_preset(num_sms: int, num_ranks: int) -> Config:
-    return Config(num_sms, 24 if num_ranks == 2 else 6, 256, 6, 128)
-
-
-def combine_preset(num_sms: int, num_ranks: int) -> Config:
-    return Config(num_sms, {2: 10, 4: 9}.get(num_ranks, 4), 256, 6, 128)
-
-
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Returns the bytes that the low-latency mode takes on each rank, for any K of DeepEP (at most 11)."""
     ranks = topology_of(num_ranks)
@@ -100,24 +90,6 @@ def tokens_in(num_bytes: int, hidden: int, num_ranks: int, num_experts: int) -> 
     return bisect.bisect_right(
         range(1, most + 1), num_bytes, key=lambda tokens: low_latency_bytes(tokens, hidden, num_ranks, num_experts)
     )
-
-
-def scratch(
-    num_bytes: int,
-    dtype: torch.dtype,
-    size: torch.Size | None,
-    tensor: torch.Tensor | None,
-    offset: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `num_bytes` bytes of memory, new if tensor is None, and a view of it from the byte `offset` on."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if tensor is None else tensor
-    elements = memory[offset : offset + (len(memory) - offset) // dtype.itemsize * dtype.itemsize].view(dtype)
-    if size is None:
-        return memory, elements
-    if size.numel() > len(elements):
-        raise ValueError(f"size is {tuple(size)}, must be at most {len(elements)} elements of {dtype}")
-    return memory, elements[: size.numel()].view(size)
 
 
 def _align(num_bytes: int) -> int:

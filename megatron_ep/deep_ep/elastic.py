@@ -15,7 +15,7 @@ from megatron_ep.deep_ep.config import Config, topology_of
 from megatron_ep.deep_ep.elastic_handle import EPHandle, max_rows
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
 from megatron_ep.deep_ep.instances import Instances, OverInstances
-from megatron_ep.deep_ep.ranks import GroupRanks
+from megatron_ep.deep_ep.ranks import ranks_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes, tensors_of
 from megatron_ep.meeting import nodes
 
@@ -101,7 +101,7 @@ class ElasticBuffer(OverInstances):
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._default_sms = default_sms(Topology(self.num_scaleout_ranks, self.num_scaleup_ranks))
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
-        self.runtime = Instances(GroupRanks(group), timeout=float(num_gpu_timeout_secs))
+        self.runtime = Instances(ranks_of(group), timeout=float(num_gpu_timeout_secs))
 
     # ---- sizes, domains, streams
 

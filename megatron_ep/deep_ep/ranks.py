@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,44 +27,32 @@ class Communicator(Protocol):
     def bcast(self, obj: Any, root: int = 0) -> Any: ...
 
 
-class BufferRanks(Protocol):
+@dataclass(frozen=True)
+class BufferRanks:
+    """The ranks of a DeepEP buffer, and this one among them. buffer: creates a buffer of all ranks; collective."""
+
     rank: int
     size: int
-
-    def buffer(self, config: Config, device: torch.device) -> Buffer:
-        """Creates a buffer of all ranks. Collective."""
+    buffer: Callable[[Config, torch.device], Buffer]
 
 
-class GroupRanks:
-    """The ranks of a process group of any backend."""
+def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None = None) -> BufferRanks:
+    """Returns the ranks of a group of any backend, or else of comm. Raises ValueError without either.
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.rank, self.size = group.rank(), group.size()
-        self._group = group
+    With comm torch.distributed need not be initialised. It is collective then: rank 0 opens a TCPStore and broadcasts
+    its address.
+    """
+    if group is not None:
         if is_known(group) is not None:
             place_of(group).tell()
-
-    def buffer(self, config: Config, device: torch.device) -> Buffer:
-        return Buffer(self._group, config, device=device)
-
-
-class CommunicatorRanks:
-    """The ranks of a communicator; torch.distributed need not be initialised. Construction is collective: rank 0 opens
-    a TCPStore and broadcasts its address."""
-
-    def __init__(self, comm: Communicator):
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._place = opened_place(self.rank, self.size, comm.bcast)
-
-    def buffer(self, config: Config, device: torch.device) -> Buffer:
-        rendezvous = StoreRendezvous.at(self._place, timedelta(seconds=patience(config)))
-        return buffer_of(DistributedRankGroup(rendezvous, config, None, device))
-
-
-def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None) -> BufferRanks:
-    """Returns the ranks of group, or else of comm. Raises ValueError without either."""
-    if group is not None:
-        return GroupRanks(group)
+        return BufferRanks(group.rank(), group.size(), lambda config, device: Buffer(group, config, device=device))
     if comm is None:
         raise ValueError("group is None, must be a process group, or comm a communicator of mpi4py")
-    return CommunicatorRanks(comm)
+    rank, size = comm.Get_rank(), comm.Get_size()
+    place = opened_place(rank, size, comm.bcast)
+
+    def buffer(config: Config, device: torch.device) -> Buffer:
+        rendezvous = StoreRendezvous.at(place, timedelta(seconds=patience(config)))
+        return buffer_of(DistributedRankGroup(rendezvous, config, None, device))
+
+    return BufferRanks(rank, size, buffer)
