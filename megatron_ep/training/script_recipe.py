@@ -20,19 +20,9 @@ from megatron_ep.training.sections import (
     PositiveFloat,
     Scheduler,
     Section,
+    Topology,
     require,
 )
-
-
-class Cluster(Section):
-    """The machines of a run, which has a process per GPU."""
-
-    nodes: Positive
-    ranks_per_node: Positive
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
 
 
 class Verified(Section):
@@ -166,7 +156,7 @@ class ScriptLogger(Section):
 class ScriptRecipe(Section):
     """A recipe for pretrain_gpt.py. `load` reads one from a file."""
 
-    topology: Cluster
+    topology: Topology
     verified: Verified
     parallel: Parallel
     precision: Precision = Precision()

@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class Topology(Section):
-    """The ranks of the expert-parallel group, each a process."""
+    """The ranks, each a process: of the expert-parallel group, or of all machines that a real model is trained on."""
 
     nodes: Positive
     ranks_per_node: Positive
