@@ -60,8 +60,7 @@ void bind_cuda(py::module_& m) {
                              "Memory of a GPU that holds the symmetric heap of one rank.")
         .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"),
                     py::arg("group") = "",
-                    "group names the processes that may map it: theirs alone is the memory that is "
-                    "left of it.")
+                    "group: names the processes that may map it, and those that may reuse it.")
         .def_static(
             "open",
             [](int device, const py::bytes& handle, size_t bytes) {
@@ -70,27 +69,27 @@ void bind_cuda(py::module_& m) {
             py::arg("device"), py::arg("handle"), py::arg("bytes"))
         .def(
             "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
-            "For `open` in another process of the machine.")
+            "Returns what `open` needs in another process of the machine.")
         .def("clear", &DeviceMemory::clear, py::call_guard<py::gil_scoped_release>())
         .def(
             "replace",
             [](DeviceMemory& memory, const py::bytes& handle) { memory.replace(handle); },
             py::arg("handle"), "Maps another process's memory in this one's place.")
         .def("release", &DeviceMemory::release, py::call_guard<py::gil_scoped_release>(),
-             "Gives it back, or unmaps it. Nobody may use it any more, and nobody map own memory.")
+             "Frees own memory, which nobody may map any more, or unmaps another process's.")
         .def("release_left", &DeviceMemory::release_left, py::call_guard<py::gil_scoped_release>(),
-             "Gives back what others of its group have left on its GPU, which nobody may map.")
+             "Frees what closed heaps of its group have left on its GPU, which nobody may map.")
         .def_property_readonly("is_released", &DeviceMemory::is_released)
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
     m.def("cuda_group", &p2p_launcher, py::kw_only(), py::arg("heap"), py::arg("ranks"),
           py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-          py::keep_alive<0, 3>(), "Of ranks on one GPU; all ranks' heaps are mapped here.");
+          py::keep_alive<0, 3>(), "Returns the group of ranks on one GPU.");
     m.def("cuda_low_latency", &p2p_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
           py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 
     m.def("has_native_atomics", &has_native_atomics, py::arg("device"), py::arg("peer"),
-          "Whether kernels on the one GPU have native atomics on the memory of the other.");
+          "Returns whether kernels on `device` have native atomics on the memory of `peer`.");
 
     m.def(
         "quantize_cuda",

@@ -41,22 +41,22 @@ void bind_segment(py::module_& m) {
         .def_static("shared", &Segment::shared, py::arg("bytes"))
         .def_static("open", &open_segment, py::arg("address"), py::arg("bytes"))
         .def("address", &address_of,
-             "For open in another process of this machine: (process, descriptor, device, inode).")
+             "Returns what `open` in another process needs: (process, descriptor, device, inode).")
         .def(
             "replace",
             [](Segment& segment, const Address4& address) {
                 segment.replace(address_from(address));
             },
             py::arg("address"), "Maps another segment of the same size in this one's place.")
-        .def("release", &Segment::release, "Unmaps it. Nobody may use it any more.")
+        .def("release", &Segment::release, "Unmaps it, after its last use.")
         .def_property_readonly("bytes", &Segment::bytes);
 }
 
 void bind_software_nic(py::module_& m) {
     using Seconds = std::chrono::duration<double>;
     py::class_<SoftwareNic>(m, "SoftwareNic",
-                            "Carries what a rank sends to other nodes, in a thread: over TCP, "
-                            "or by a network card.")
+                            "A thread that carries what a rank sends to other nodes, over TCP or "
+                            "by a network card.")
         .def(py::init([](int rank, const std::vector<Segment*>& segments,
                          const SoftwareNic::Cards& cards) {
                  std::vector<ControlBlock*> controls;
@@ -73,28 +73,29 @@ void bind_software_nic(py::module_& m) {
         .def(
             "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
             py::arg("rank"),
-            "With a card that is direct: takes queues towards a rank of another machine, and "
-            "returns what that rank must be told of them.")
+            "With a direct card: makes queues towards a rank of another machine, and returns what "
+            "that rank needs to know of them.")
         .def(
             "join",
             [](SoftwareNic& nic, int rank, const py::bytes& told) {
                 nic.join(rank, std::string(told));
             },
-            py::arg("rank"), py::arg("told"), "What that rank has told. Nobody posts before.")
+            py::arg("rank"), py::arg("told"), "Takes what `invite` returned on that rank.")
         .def(
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
-            "Once what was sent has left, or so many seconds later.")
+            "Stops when everything has been sent, or after this time.")
         .def("ranks_that_left", &SoftwareNic::ranks_that_left,
-             "Those of other machines whose network has stopped, and has told this one before.")
-        .def("silence", &SoftwareNic::silence, py::arg("rank"),
-             py::call_guard<py::gil_scoped_release>(),
-             "Of a rank of another machine: seconds since its process has sent anything, and since "
-             "its machine has answered; 0, 0 for the others.")
+             "Returns the ranks of other machines that have announced that they send nothing more.")
+        .def(
+            "silence", &SoftwareNic::silence, py::arg("rank"),
+            py::call_guard<py::gil_scoped_release>(),
+            "Returns the seconds since the rank's process has sent anything, and since its machine "
+            "has answered; 0, 0 for a rank of this machine.")
         .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
-             "Until the other machines have what this rank knows of failures, a moment at most.")
+             "Sends what this rank knows of failures, and waits briefly for its arrival.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
-             "From now on a connection that breaks ends waits of the normal mode only.")
+             "Lets a broken connection end only the waits of the normal mode from now on.")
         .def_property_readonly_static("mirror_bytes",
                                       [](py::object) { return sizeof(ControlBlock); });
 }
@@ -122,17 +123,16 @@ void bind_layout(py::class_<Heap>& bound) {
         [](const Heap& heap, int num_tokens, int topk) {
             return layout_in(heap, num_tokens, topk).size();
         },
-        py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.");
+        py::arg("num_tokens"), py::arg("topk"), "Returns the int32 of a handle's layout.");
     offset(
         "expert_start_offset", [](const Layout& layout) { return &layout.expert_start(0); },
-        "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
-        "padding included.");
+        "Returns where the prefix sums [L + 1] of the rows per local expert, with padding, are.");
     offset(
         "received_offset", [](const Layout& layout) { return &layout.received(0, 0); },
-        "Where in it the rows that arrive lie, [C, W] by channel and source rank.");
+        "Returns where the received rows [C, W], by channel and source rank, are.");
     offset(
         "expert_count_offset", [](const Layout& layout) { return &layout.expert_count(0); },
-        "Where in it the rows of each local expert lie, [L], without padding.");
+        "Returns where the rows [L] of each local expert, without padding, are.");
     bound.def(
         "lay_out",
         [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
@@ -146,12 +146,12 @@ void bind_layout(py::class_<Heap>& bound) {
         },
         py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),
         py::arg("tokens"), py::arg("epoch"), py::arg("leaving"), py::arg("layout"),
-        "Fills a layout in memory of the host. moves: int32 [count, 6], see "
-        "core/planned_layout.h; tokens: int32 [W].");
+        "Fills a layout in host memory, and returns its totals. moves: int32 [count, 6], see "
+        "core/planned_layout.h. tokens: int32 [W].");
 }
 
 void bind_totals(py::module_& m) {
-    py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
+    py::class_<Layout::Totals>(m, "Totals", "Counts of one rank that notify reports to the host.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)
         .def_readonly("expert_rows", &Layout::Totals::expert_rows)
         .def_readonly("rail_rows", &Layout::Totals::rail_rows)
@@ -190,7 +190,7 @@ void bind_heap(py::module_& m) {
 }
 
 void bind_row_format(py::module_& m) {
-    py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
+    py::class_<RowFormat>(m, "RowFormat", "The parts of a row in a ring.")
         .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk,
                          int payload_type) {
                  return RowFormat{payload_bytes, scale_bytes, weight_bytes, topk, payload_type};
@@ -200,7 +200,7 @@ void bind_row_format(py::module_& m) {
         .def_readonly("payload_bytes", &RowFormat::payload_bytes)
         .def_readonly("topk", &RowFormat::topk)
         .def_property_readonly("slot_bytes", &RowFormat::slot_bytes)
-        .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Rows that a ring holds.");
+        .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Returns the rows of a ring.");
 }
 
 }  // namespace

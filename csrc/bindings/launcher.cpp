@@ -272,13 +272,12 @@ PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) t
 PyMethodDef launch_method = {
     "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
     "launch(self, call, phase, stream, given)\n\n"
-    "Launches a phase of a call. given: of each rank the members that the call leaves open: "
-    "numbers, tensors for their addresses, or None for 0. Returns the totals of each rank, if the "
-    "host waits for them, and "
-    "whether a dispatch ahead of them had the right room."};
+    "Launches a phase of a call. given: the members that the call leaves open, rank by rank: "
+    "numbers, tensors for their addresses, or None for 0. If the host waits for counts, returns "
+    "each rank's totals, and whether a dispatch that was launched ahead of them had enough room."};
 
 void bind_phase(py::module_& m) {
-    py::enum_<Phase>(m, "Phase", "What a launch does of a call.")
+    py::enum_<Phase>(m, "Phase", "The part of a call that a launch carries out.")
         .value("notify", Phase::Notify)
         .value("dispatch", Phase::Dispatch)
         .value("fused_dispatch", Phase::FusedDispatch)
@@ -295,8 +294,7 @@ void bind_rank_launcher(py::module_& m) {
     py::class_<RankLauncher, Launcher>(
         m, "Group", "The normal mode of a buffer's ranks that live in this process.")
         .def_readwrite("watch", &RankLauncher::watch,
-                       "Called now and then while a GPU's counts are waited for: what it raises "
-                       "ends the wait.")
+                       "Called during a wait for a GPU's counts, which its exception ends.")
         .def(
             "aborted", [](const RankLauncher& r) { return first_reason(r.aborted()); },
             "(outcome, rank) of the rank that gave up first, as far as this process has been told, "
@@ -319,7 +317,7 @@ void bind_rank_launcher(py::module_& m) {
                 });
                 return all;
             },
-            "Of all ranks in reach.")
+            "Returns the status of all reachable ranks.")
         .def(
             "waited",
             [](const RankLauncher& r) {
@@ -327,7 +325,7 @@ void bind_rank_launcher(py::module_& m) {
                 for (size_t i = 0; i < r.ranks().size(); ++i) all.push_back(r.waited(i));
                 return all;
             },
-            release, "Of each rank of this process: [world], ns, in the last call and in all.")
+            release, "See megatron_ep.buffer.interface.Backend.waited.")
         .def(
             "abort",
             [](RankLauncher& r, bool interrupted, bool failed, const std::string& reason) {
@@ -338,33 +336,32 @@ void bind_rank_launcher(py::module_& m) {
         .def("finished", &RankLauncher::finished)
         .def_property_readonly("seconds", &RankLauncher::seconds)
         .def("count_times", &RankLauncher::count_times,
-             "When the host, which waited for counts last, had launched notify and the dispatch "
-             "behind it, and saw the counts: ns of time.monotonic_ns().")
+             "Returns when, in the last exchange of counts, notify and the dispatch behind it had "
+             "been launched, and the counts were seen: ns of time.monotonic_ns().")
         .def("listen", &RankLauncher::listen, release,
-             "Afterwards aborted() knows also of those who gave up while no kernel of this process "
-             "ran.")
+             "Makes aborted() include ranks that gave up while no kernel of this process ran.")
         .def("drain", &RankLauncher::drain, release)
         .def(
             "note_capture",
             [](RankLauncher& r, uintptr_t stream) {
                 r.note_capture(reinterpret_cast<void*>(stream));
             },
-            py::arg("stream"), "Before launches on a stream that is being captured.")
+            py::arg("stream"), "Must be called before launches on a stream that is being captured.")
         .def("graphs", &RankLauncher::graphs,
-             "How many CUDA graphs may replay these launches, whose memory must stay as long.")
+             "Returns the number of CUDA graphs that may replay these launches.")
         .def("orders_graphs", &RankLauncher::orders_graphs,
-             "Whether combine may have an intra-rank pass in a graph: drivers before CUDA 12.3 do "
-             "not know the event that it needs.")
+             "Returns whether combine can have an intra-rank pass in a CUDA graph, which needs a "
+             "driver of CUDA 12.3.")
         .def("retire", &RankLauncher::retire, release,
-             "Once all launches are done: those that are replayed from now on only fill their "
-             "outputs with what nobody can take for data.");
+             "Called when all launches are done. Later replays of graphs only fill their outputs "
+             "with NaN, or -1 in integers.");
 }
 
 }  // namespace
 
 void bind_launcher(py::module_& m) {
     bind_phase(m);
-    py::class_<Call>(m, "Call", "Everything about a call but what each launch gives.");
+    py::class_<Call>(m, "Call", "The arguments of a call, except those that each launch passes.");
     py::class_<Launcher> launcher(m, "Launcher", "Launches calls on the ranks of this process.");
     launcher
         .def(

@@ -48,8 +48,8 @@ void bind_low_latency_heap(py::module_& m) {
                 return offsets;
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
-            "Number of int32 of a handle, and where its parts begin. Behind the layout: the "
-            "numbers of its dispatch, and of a combine that is received when it is sent.");
+            "Returns the size of a handle and the offsets of its parts, in int32. The numbers of "
+            "its dispatch, and of a combine that is sent and received at once, follow the layout.");
 }
 
 void bind_scale_format(py::module_& m) {
@@ -65,7 +65,7 @@ void bind_scale_format(py::module_& m) {
 void bind_low_latency(py::module_& m) {
     bind_low_latency_heap(m);
     m.def("name_of_wait", &name_of_wait, py::arg("wait"),
-          "For what a rank waited, by the number that is shown of a masked one.");
+          "Returns what a rank waited for, by the number that is shown for a masked rank.");
     bind_scale_format(m);
 }
 

@@ -64,7 +64,7 @@ void bind_memory(py::module_& m) {
         "release_pooled_memory", [] { MemoryPool::instance().trim(); },
         "Returns unused pooled memory to the system.");
     m.def("pooled_bytes", &pooled_bytes, py::arg("size"),
-          "A DLPack capsule of uint8 [size], not cleared, that returns to a pool when freed.");
+          "Returns a DLPack capsule of uninitialised uint8 [size], which a pool takes back.");
 }
 
 }  // namespace ep

@@ -31,7 +31,7 @@ void bind_plan(py::module_& m) {
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
         py::arg("local_ranks"),
-        "Channels of a rank with this many SMs, where so many ranks share a GPU.");
+        "Returns the channels of a rank. local_ranks: number of ranks that share the GPU.");
     m.def(
         "cuda_roles",
         [](int nodes, int ranks_per_node, int num_sms, int channels, int ring_rows, bool combine) {
@@ -42,8 +42,8 @@ void bind_plan(py::module_& m) {
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
         py::arg("channels"), py::arg("ring_rows"), py::arg("combine"),
-        "Warps of each channel by what they do: see launch/cuda/roles.h. None: they do not fit. "
-        "ring_rows: of the smallest ring that combine's receivers read.");
+        "Returns the warps of each channel by role, see launch/cuda/roles.h; None if they do not "
+        "fit. ring_rows: rows of the smallest ring that combine's receivers read.");
 }
 
 }  // namespace ep

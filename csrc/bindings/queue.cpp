@@ -61,34 +61,32 @@ std::unique_ptr<LowLatencyLauncher> queue_low_latency(const RankLauncher& launch
 }  // namespace
 
 void bind_queue(py::module_& m) {
-    py::class_<PinnedReport>(m, "PinnedReport",
-                             "What a rank on a GPU tells of itself, and hears of others.")
+    py::class_<PinnedReport>(m, "PinnedReport", "Control block in host memory of a rank on a GPU.")
         .def(py::init<int>(), py::arg("device"));
 
-    m.def("nic_of_gpu", &make_nic_of_gpu, py::kw_only(), py::arg("rank"), py::arg("report"),
-          py::arg("mirrors"), py::arg("cards") = SoftwareNic::Cards(), py::keep_alive<0, 2>(),
-          py::keep_alive<0, 3>(),
-          "That of a rank on a GPU. mirrors: of all ranks, its own is not used.");
+    m.def(
+        "nic_of_gpu", &make_nic_of_gpu, py::kw_only(), py::arg("rank"), py::arg("report"),
+        py::arg("mirrors"), py::arg("cards") = SoftwareNic::Cards(), py::keep_alive<0, 2>(),
+        py::keep_alive<0, 3>(),
+        "Returns the SoftwareNic of a rank on a GPU. mirrors: of all ranks; its own is not used.");
 
     py::class_<QueueHeap>(m, "QueueHeap",
-                          "What crosses the network of a rank's heap, and its send queues.")
+                          "The part of a rank's heap that the network uses, and its send queues.")
         .def(py::init(&make_queue_heap), py::kw_only(), py::arg("nic"), py::arg("report"),
              py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>());
 
-    m.def(
-        "queue_group", &queue_launcher, py::kw_only(), py::arg("heap"), py::arg("rank"),
-        py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
-        py::arg("timeout"), py::keep_alive<0, 3>(), py::keep_alive<0, 4>(),
-        "Of a rank on a GPU; the heaps of its node are mapped here, and a SoftwareNic or a network "
-        "card carries what goes to others.");
+    m.def("queue_group", &queue_launcher, py::kw_only(), py::arg("heap"), py::arg("rank"),
+          py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
+          py::arg("timeout"), py::keep_alive<0, 3>(), py::keep_alive<0, 4>(),
+          "Returns the group of a rank on a GPU. memories: the heaps of its node, by local rank.");
     m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
           py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(),
           py::keep_alive<0, 3>(), py::keep_alive<0, 4>());
 
     m.def("try_card", &try_card, py::arg("card"), py::arg("device"),
-          "Makes a queue of a card's in which a GPU posts, and gives it back. Raises RuntimeError "
-          "with what fails.");
+          "Makes a queue of the card in which the GPU can post, and frees it. Raises RuntimeError "
+          "that says what fails.");
 }
 
 }  // namespace ep

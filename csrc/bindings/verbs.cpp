@@ -43,14 +43,15 @@ void bind_verbs(py::module_& m) {
             return verbs::find_ports(*loaded, load_mlx5(mlx5).get());
         },
         py::arg("library"), py::arg("mlx5") = py::none(),
-        "Those of this machine, by libibverbs; with libmlx5 those of other drivers lack it.");
+        "Returns this machine's ports. library, mlx5: names of libibverbs, and of libmlx5 or "
+        "None.");
     py::class_<QueuePair, std::shared_ptr<QueuePair>>(m, "QueuePair")
         .def("address", [](const QueuePair& pair) { return py::bytes(pair.address()); })
         .def(
             "connect",
             [](QueuePair& pair, const py::bytes& address) { pair.connect(std::string(address)); },
-            py::arg("address"), "With another one, by its address; both ends before either sends.");
-    py::class_<Card, std::shared_ptr<Card>>(m, "Card", "A port that is opened.")
+            py::arg("address"), "Both ends must have connected before either sends.");
+    py::class_<Card, std::shared_ptr<Card>>(m, "Card", "An opened port of a network card.")
         .def(py::init([load_mlx5](const std::string& library, const Port& port,
                                   const std::optional<std::string>& mlx5, uint8_t traffic_class,
                                   uint8_t service_level, uint16_t pkey_index, uint8_t ack_timeout,
@@ -62,18 +63,17 @@ void bind_verbs(py::module_& m) {
              py::kw_only(), py::arg("library"), py::arg("port"), py::arg("mlx5") = py::none(),
              py::arg("traffic_class"), py::arg("service_level"), py::arg("pkey_index"),
              py::arg("ack_timeout"), py::arg("retries"),
-             "With libmlx5 ranks post in its queues by themselves.")
+             "mlx5: None: ranks cannot post in its queues directly.")
         .def_property_readonly("is_direct", &Card::is_direct)
         .def(
             "try_queue",
             [](const std::shared_ptr<Card>& card) { verbs::DirectPair(card, SoftwareNic::kDepth); },
-            "Makes a queue in which ranks post by themselves, and gives it back. Raises "
-            "RuntimeError with what fails.")
+            "Makes a queue in which ranks can post directly, and frees it. Raises RuntimeError.")
         .def_property_readonly("port_name", &Card::name)
         .def(
             "queue_pair",
             [](const std::shared_ptr<Card>& card) { return std::make_shared<QueuePair>(card); },
-            "For SoftwareNic.start, once it is connected.");
+            "Returns a pair for `SoftwareNic.start`, which must be connected before.");
 }
 
 }  // namespace ep

@@ -53,7 +53,13 @@ concept FabricLike =
     };
 
 // Host side of a fabric between GPUs: a kernel parameter of which `Fabric`, its device side, is
-// made. Recovery calls it after a failure, when nothing runs any more on this rank:
+// made.
+//
+//   kMaxLocalRanks                   most ranks of a process
+//   kMergesNotify                    whether a dispatch within a node includes the notify
+//   kOverHost                        whether what goes to other nodes lies in host memory
+//
+// Recovery calls these after a failure, when nothing runs any more on this rank:
 //
 //   drain(timeout_ns)                waits until all puts and signals of this rank have arrived:
 //                                    later they would land in rings that are in use again
@@ -64,6 +70,9 @@ concept FabricLike =
 template <class P>
 concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_ns) {
     typename P::Fabric;
+    { P::kMaxLocalRanks } -> std::convertible_to<int>;
+    { P::kMergesNotify } -> std::convertible_to<bool>;
+    { P::kOverHost } -> std::convertible_to<bool>;
     { params.drain(timeout_ns) } -> std::same_as<void>;
     { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;
 };

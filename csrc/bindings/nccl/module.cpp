@@ -45,8 +45,8 @@ template <class AnyHeap>
 void bind_heap(py::module_& m, py::class_<NcclHeap>& memory) {
     m.def("kept", &kept<AnyHeap>, py::kw_only(), py::arg("heap"), py::arg("rank"),
           py::arg("device"),
-          "Ids of communicators that an earlier buffer left and this one can have, if all its "
-          "ranks have them.");
+          "Returns ids of communicators of closed buffers that this one can use if all its ranks "
+          "have them.");
     memory.def(py::init(&make_heap<AnyHeap>), py::kw_only(), py::arg("unique_id"), py::arg("heap"),
                py::arg("rank"), py::arg("device"), py::arg("timeout"));
 }
@@ -63,10 +63,10 @@ PYBIND11_MODULE(_nccl, m) {
     bind_run_deferred(m);
     m.attr("BUILT_FOR") = NCCL_VERSION_CODE;
     m.def("library_version", &NcclHeap::library_version,
-          "Of the library that was loaded, as BUILT_FOR is written.");
+          "Returns the version of the loaded library, in the form of BUILT_FOR.");
     m.def(
         "unique_id", [] { return py::bytes(NcclHeap::unique_id()); },
-        "Made by one rank, given to all: bytes.");
+        "Returns an id that one rank makes for all.");
     m.def(
         "left",
         [] {
@@ -74,7 +74,7 @@ PYBIND11_MODULE(_nccl, m) {
             for (const std::string& id : NcclHeap::left()) ids.emplace_back(id);
             return ids;
         },
-        "Keys of the communicators that earlier buffers left here.");
+        "Returns the keys of the communicators that closed buffers have left.");
     m.def(
         "release_left",
         [](const py::bytes& key) {
@@ -82,17 +82,17 @@ PYBIND11_MODULE(_nccl, m) {
             const py::gil_scoped_release release;
             NcclHeap::release_left(id);
         },
-        py::arg("key"), "As NcclHeap.release, of one of them.");
+        py::arg("key"), "NcclHeap.release of a communicator that was left.");
     py::class_<NcclHeap> memory(
         m, "NcclHeap",
         "Symmetric memory of NCCL that holds the heaps of a group's ranks. Collective.");
     memory
         .def_property_readonly(
             "key", [](const NcclHeap& heap) { return py::bytes(heap.key()); },
-            "The same on all ranks.")
+            "A key that is equal on all ranks.")
         .def("release", &NcclHeap::release, py::call_guard<py::gil_scoped_release>(),
-             "Ends the communicator and gives the memory back. Collective, in the same order on "
-             "all ranks.");
+             "Ends the communicator and frees the memory. Collective, in the same order on all "
+             "ranks.");
     bind_heap<Heap>(m, memory);
     bind_heap<LowLatencyHeap>(m, memory);
     m.def("group", &launcher, py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),

@@ -40,14 +40,14 @@ PYBIND11_MODULE(_nvshmem, m) {
                                          NVSHMEM_VENDOR_PATCH_VERSION);
     m.def(
         "library_version", [] { return py::tuple(py::cast(NvshmemHeap::library_version())); },
-        "Of the library that was loaded, as BUILT_FOR is written.");
+        "Returns the version of the loaded library, in the form of BUILT_FOR.");
     m.def(
         "unique_id", [] { return py::bytes(NvshmemHeap::unique_id()); },
-        "Made by one rank, given to all: bytes.");
+        "Returns an id that one rank makes for all.");
     m.def("prepare", &NvshmemHeap::prepare, py::kw_only(), py::arg("device"), py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>(),
-          "Before the ranks agree on a heap: what can fail on one rank alone, and the end of what "
-          "it has sent.");
+          "Does what can fail on one rank alone, and waits for all that it has sent. Called before "
+          "the ranks agree on a heap.");
     m.def(
         "initialised_for",
         []() -> std::optional<std::tuple<py::bytes, int, int>> {
@@ -55,13 +55,13 @@ PYBIND11_MODULE(_nvshmem, m) {
             if (!ranks) return std::nullopt;
             return std::tuple(py::bytes(ranks->unique_id), ranks->rank, ranks->world);
         },
-        "(unique id, rank, number of ranks) that NVSHMEM serves as long as this process lives, or "
-        "None.");
+        "Returns the (unique id, rank, number of ranks) for which this process has initialised "
+        "NVSHMEM, or None.");
     m.def("spare", &NvshmemHeap::spare, py::kw_only(), py::arg("bytes"),
-          "Numbers of the heaps of this size that earlier buffers left here.");
-    m.def("left", &NvshmemHeap::left, "Keys of the heaps that earlier buffers left here.");
+          "Returns the numbers of the heaps of this size that closed buffers have left.");
+    m.def("left", &NvshmemHeap::left, "Returns the keys of heaps that closed buffers have left.");
     m.def("release_left", &NvshmemHeap::release_left, py::arg("key"),
-          py::call_guard<py::gil_scoped_release>(), "As NvshmemHeap.release, of one of them.");
+          py::call_guard<py::gil_scoped_release>(), "NvshmemHeap.release of a heap that was left.");
     py::class_<NvshmemTransport>(m, "Transport", "See megatron_ep.fabrics.nvshmem_env.Transport.")
         .def_readonly("mapped", &NvshmemTransport::mapped)
         .def_readonly("networked", &NvshmemTransport::networked)
@@ -79,7 +79,7 @@ PYBIND11_MODULE(_nvshmem, m) {
             },
             py::kw_only(), py::arg("unique_id"), py::arg("rank"), py::arg("world"),
             py::arg("device"), py::arg("bytes"),
-            "For a thread of its own: waits for the other ranks without a bound, and leaves the "
+            "Needs a thread of its own: waits for the other ranks without a bound, and leaves the "
             "device current.")
         .def(
             "transport",
@@ -89,10 +89,10 @@ PYBIND11_MODULE(_nvshmem, m) {
             py::kw_only(), py::arg("heap"))
         .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"),
                     py::arg("device"))
-        .def_property_readonly("key", &NvshmemHeap::number, "The same on all ranks.")
+        .def_property_readonly("key", &NvshmemHeap::number, "A key that is equal on all ranks.")
         .def("release", &NvshmemHeap::release, py::call_guard<py::gil_scoped_release>(),
-             "Gives the memory back to NVSHMEM. Collective, in the same order on all ranks; for a "
-             "thread as that of allocate.");
+             "Returns the memory to NVSHMEM. Collective, in the same order on all ranks; needs a "
+             "thread of its own, as `allocate` does.");
     m.def("group", &launcher, py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
           py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::arg("fence"),
           py::keep_alive<0, 3>());

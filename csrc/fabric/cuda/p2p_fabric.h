@@ -12,9 +12,9 @@ class P2pFabric;
 
 struct P2pFabricParams {
     using Fabric = P2pFabric;
-    static constexpr int kMaxLocalRanks = 32;    // ranks in one process
-    static constexpr bool kMergesNotify = true;  // within a node: dispatch includes the notify
-    static constexpr bool kOverHost = false;     // host memory carries what goes to other nodes
+    static constexpr int kMaxLocalRanks = 32;
+    static constexpr bool kMergesNotify = true;
+    static constexpr bool kOverHost = false;
 
     Topology topology;
     char* heaps[kMaxNodeRanks];  // of all ranks

@@ -21,9 +21,9 @@ class NcclFabric;
 // a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
-    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
-    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
-    static constexpr bool kOverHost = false;      // host memory carries what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;
+    static constexpr bool kMergesNotify = false;
+    static constexpr bool kOverHost = false;
 
     Topology topology;
     NetworkFlags flags;

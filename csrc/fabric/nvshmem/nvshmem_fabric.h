@@ -22,9 +22,9 @@ class NvshmemFabric;
 // atomic when the writes before it are done. Any other transport needs a fence.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
-    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
-    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
-    static constexpr bool kOverHost = false;      // host memory carries what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;
+    static constexpr bool kMergesNotify = false;
+    static constexpr bool kOverHost = false;
 
     Topology topology;
     char* own;

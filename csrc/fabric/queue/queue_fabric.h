@@ -18,9 +18,9 @@ namespace ep {
 class QueueFabric;
 struct QueueFabricParams {
     using Fabric = QueueFabric;
-    static constexpr int kMaxLocalRanks = 1;      // ranks in one process
-    static constexpr bool kMergesNotify = false;  // within a node: dispatch includes the notify
-    static constexpr bool kOverHost = true;       // host memory carries what goes to other nodes
+    static constexpr int kMaxLocalRanks = 1;
+    static constexpr bool kMergesNotify = false;
+    static constexpr bool kOverHost = true;
 
     Topology topology;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank

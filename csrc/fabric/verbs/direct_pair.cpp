@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace ep::verbs {
 namespace {
@@ -34,33 +35,24 @@ uint64_t last_word(const Completion& completion) {
         .load(std::memory_order_acquire);
 }
 
+constexpr std::pair<Mlx5Syndrome, WcStatus> kStatuses[] = {
+    {kMlx5LocalLength, kLocalLength},
+    {kMlx5LocalOperation, kLocalOperation},
+    {kMlx5LocalProtection, kLocalProtection},
+    {kMlx5Flushed, kFlushed},
+    {kMlx5BadResponse, kBadResponse},
+    {kMlx5LocalAccess, kLocalAccess},
+    {kMlx5RemoteInvalidRequest, kRemoteInvalidRequest},
+    {kMlx5RemoteAccess, kRemoteAccess},
+    {kMlx5RemoteOperation, kRemoteOperation},
+    {kMlx5RetriesExceeded, kRetriesExceeded},
+    {kMlx5ReceiverNotReady, kReceiverNotReady},
+};
+
 WcStatus status_of(uint8_t syndrome) {
-    switch (syndrome) {
-        case kMlx5LocalLength:
-            return kLocalLength;
-        case kMlx5LocalOperation:
-            return kLocalOperation;
-        case kMlx5LocalProtection:
-            return kLocalProtection;
-        case kMlx5Flushed:
-            return kFlushed;
-        case kMlx5BadResponse:
-            return kBadResponse;
-        case kMlx5LocalAccess:
-            return kLocalAccess;
-        case kMlx5RemoteInvalidRequest:
-            return kRemoteInvalidRequest;
-        case kMlx5RemoteAccess:
-            return kRemoteAccess;
-        case kMlx5RemoteOperation:
-            return kRemoteOperation;
-        case kMlx5RetriesExceeded:
-            return kRetriesExceeded;
-        case kMlx5ReceiverNotReady:
-            return kReceiverNotReady;
-        default:
-            return kGeneral;
-    }
+    for (const auto& [reported, status] : kStatuses)
+        if (reported == syndrome) return status;
+    return kGeneral;
 }
 
 }  // namespace
