@@ -17,7 +17,7 @@ project = "megatron_ep"
 version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 # The source folder is the repository itself, so that a link means the same here and in a checkout.
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
 include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "tests/gpu/RESULTS.md"]
 exclude_patterns = [".venv", "build", "runs", "dist", "docs/templates"]
 root_doc = "docs/index"
@@ -76,4 +76,4 @@ def rewrite_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", rewrite_docstring)

@@ -92,8 +92,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[list[str], dict[str, Any], list[str]]:
     """Returns the script's arguments, the given settings and options, and a line for each translated flag.
 
-    Raises:
-        ValueError: names all mistakes, and the corrected command.
+    Raises ValueError that names all mistakes, and the corrected command.
     """
     from megatron_ep.megatron import flags
 

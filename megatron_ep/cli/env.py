@@ -112,13 +112,11 @@ def _compare_all() -> int:
 def exchange(store: Any, rank: int, world_size: int, report: env.Report, timeout: timedelta) -> tuple[str, int]:
     """Collective over the ranks: the comparison's text and exit status, the same on all of them.
 
-    Args:
-        store: of torch.distributed, which all ranks reach; kept by rank 0 or somebody else.
-        report: of this rank.
-        timeout: how long rank 0 waits for the others. Who does not come is part of the text.
+    store: of torch.distributed, which all ranks reach; kept by rank 0 or somebody else.
+    report: of this rank.
+    timeout: how long rank 0 waits for the others. Who does not come is part of the text.
 
-    Raises:
-        RuntimeError: rank 0 does not answer, or somebody else has.
+    Raises RuntimeError if rank 0 does not answer, or somebody else has.
     """
     store.set(f"report {rank}", json.dumps(report))
     if rank == 0:
@@ -169,9 +167,8 @@ def _wait(store: Any, keys: list[str], timeout: timedelta) -> set[int]:
 def compare(reports: dict[int, env.Report], world_size: int, patience: float) -> tuple[str, int]:
     """What a user reads, and 1 if ranks are missing or differ in what matters, else 0.
 
-    Args:
-        reports: of those ranks that have sent theirs.
-        patience: seconds that the others were waited for.
+    reports: of those ranks that have sent theirs.
+    patience: seconds that the others were waited for.
     """
     by_host: dict[str, list[int]] = {}
     for rank, report in reports.items():

@@ -24,14 +24,12 @@ def make_plan(
 ) -> Sections:
     """Sections of named facts about one rank, a process a GPU.
 
-    Args:
-        hidden: H of bf16 rows.
-        topk: K.
-        num_tokens: T.
-        max_recv_tokens: R. None: T * K, so many as arrive when experts are chosen evenly.
+    hidden: H of bf16 rows.
+    topk: K.
+    num_tokens: T.
+    max_recv_tokens: R. None: T * K, so many as arrive when experts are chosen evenly.
 
-    Raises:
-        ValueError: what `megatron_ep.Buffer` and `dispatch` would refuse.
+    Raises ValueError for what `megatron_ep.Buffer` and `dispatch` would refuse.
     """
     config.check_ranks(topology)
     if topology.ranks_per_node > MAX_NODE_RANKS:

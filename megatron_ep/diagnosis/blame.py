@@ -94,11 +94,10 @@ def root(
 ) -> str | None:
     """Returns a clause that names the rank that all others wait for, and its progress; None if it cannot be found.
 
-    Args:
-        first: rank whose wait expired first.
-        statuses: status of each reachable rank.
-        fate: returns what became of a rank's process, such as "has ended"; None if nothing is known.
-        unheard: returns a rank's machine and the seconds since it last answered; None if it answers.
+    first: rank whose wait expired first.
+    statuses: status of each reachable rank.
+    fate: returns what became of a rank's process, such as "has ended"; None if nothing is known.
+    unheard: returns a rank's machine and the seconds since it last answered; None if it answers.
     """
     known = {status.rank: status for status in statuses}
     waiting, path = first, list[int]()

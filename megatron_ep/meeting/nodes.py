@@ -23,13 +23,11 @@ MAX_NAMED = 8  # hosts, in a message
 def topology_of(places: Sequence[str], ranks_per_node: str | None) -> Topology:
     """Returns the topology of ranks for which the user gives none.
 
-    Args:
-        places: host or NVLink domain of each rank, as shown to users.
-        ranks_per_node: value of MEGATRON_EP_RANKS_PER_NODE, which replaces `places`; None if it is not set.
+    places: host or NVLink domain of each rank, as shown to users.
+    ranks_per_node: value of MEGATRON_EP_RANKS_PER_NODE, which replaces `places`; None if it is not set.
 
-    Raises:
-        ValueError: the variable is no divisor of the number of ranks, or a place has another number of ranks than the
-            others, or ranks that are not consecutive.
+    Raises ValueError if the variable is no divisor of the number of ranks, or if a place has another number of ranks
+    than the others, or ranks that are not consecutive.
     """
     world = len(places)
     if ranks_per_node is not None:

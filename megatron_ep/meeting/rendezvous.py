@@ -111,18 +111,15 @@ class StoreRendezvous:
     ) -> tuple[Kept, list[Told]]:
         """Runs a step, and fails on all ranks if it fails on one.
 
-        Args:
-            step: returns a result for this rank, and a message to all ranks, of a type that `codec.encode` takes.
-            seconds: duration of the step, which other ranks wait in addition to the timeout.
-            kind: type of the messages, see `codec.decode`. None: the type of this rank's.
+        step: returns a result for this rank, and a message to all ranks, of a type that `codec.encode` takes.
+        seconds: duration of the step, which other ranks wait in addition to the timeout.
+        kind: type of the messages, see `codec.decode`. None: the type of this rank's.
 
-        Returns:
-            This rank's result, and the messages of all ranks, by rank.
+        Returns this rank's result, and the messages of all ranks, by rank.
 
-        Raises:
-            ValueError, EPError: raised by the step on this rank.
-            EPError: with rank and reason, if the step failed otherwise or on another rank, or a rank did not come; with
-                the key, if the store has a value that no rank wrote.
+        Raises a ValueError or EPError of the step on this rank; EPError with rank and reason if the step failed
+        otherwise or on another rank, or if a rank did not come; EPError with the key if the store has a value that no
+        rank wrote.
         """
         assert self._name or not self.exchanges, "after a first exchange that failed there must be another rendezvous"
         self.exchanges += 1

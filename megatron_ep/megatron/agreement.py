@@ -97,8 +97,7 @@ def check() -> None:
     """Raises, and publishes the failure, if a call of this process's buffers has failed on any of their ranks. Waits
     for this rank's launches, and for other ranks only as these do.
 
-    Raises:
-        EPError: see `megatron_ep.raise_if_failed`.
+    Raises EPError as `megatron_ep.raise_if_failed` does.
     """
     try:
         ep.raise_if_failed()

@@ -23,10 +23,9 @@ def count_layer(group: dist.ProcessGroup) -> None:
 def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, buffer: ep.Buffer) -> None:
     """Logs the line for the layers counted since the last one, on the first rank of a pipeline stage (level INFO).
 
-    Args:
-        group: the group over which the layers exchange tokens.
-        groups: the model's groups. None, or without expt_dp and pp: every group logs its own line.
-        buffer: the buffer of the group.
+    group: the group over which the layers exchange tokens.
+    groups: the model's groups. None, or without expt_dp and pp: every group logs its own line.
+    buffer: the buffer of the group.
     """
     layers = _layers.pop(group, 0)
     copies, stages = getattr(groups, "expt_dp", None), getattr(groups, "pp", None)

@@ -45,14 +45,12 @@ class VarlenAttention(torch.nn.Module):
     """Causal attention of packed sequences (THD) in torch, one sequence at a time; Megatron's own needs Transformer
     Engine for them. A sequence may have more keys than queries: its last query attends to all of them.
 
-    Args:
-        config: the model's config; attention_dropout must be 0, and context_parallel_size 1.
-        attn_mask_type: a causal type; None means causal.
-        softmax_scale: None for 1 / sqrt(width of Q).
-        options: further arguments of Megatron's core attention, ignored.
+    config: the model's config; attention_dropout must be 0, and context_parallel_size 1.
+    attn_mask_type: a causal type; None means causal.
+    softmax_scale: None for 1 / sqrt(width of Q).
+    options: further arguments of Megatron's core attention, ignored.
 
-    Raises:
-        ValueError: the config asks for attention that is not supported.
+    Raises ValueError if the config asks for attention that is not supported.
     """
 
     def __init__(
@@ -92,8 +90,8 @@ class VarlenAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Maps query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width].
 
-        Raises:
-            ValueError: no packed sequences, another number of rows than they have, or an attention_bias.
+        Raises ValueError without packed sequences, for another number of rows than they have, and for an
+        attention_bias.
         """
         refusal = _refusal(packed_seq_params, attention_bias)
         if refusal:
@@ -148,10 +146,9 @@ class _Dispatched(torch.nn.Module):
     ) -> torch.Tensor:
         """Maps query [t, heads, D], key [t, KV heads, D], value [t, KV heads, width] to [t, heads * width].
 
-        Raises:
-            ValueError: no packed sequences, another number of rows than they have, or an attention_bias. All ranks
-                raise it if a plan is being made; otherwise the other ranks raise EPAbortError.
-            EPError: see `SequenceDispatcher`.
+        Raises ValueError without packed sequences, for another number of rows than they have, and for an
+        attention_bias: all ranks raise it if a plan is being made; otherwise the other ranks raise EPAbortError. Raises
+        EPError as `SequenceDispatcher` does.
         """
         refusal = _refusal(packed_seq_params, attention_bias)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -176,14 +173,12 @@ class DispatchedCoreAttention(_Dispatched, VarlenAttention):
     """`VarlenAttention` of packed sequences, balanced over ranks. `sequence_spec` makes a similar class for Transformer
     Engine's attention.
 
-    Args:
-        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: see
-            Megatron's core attention. Rows move over the DP x CP group of Megatron's `parallel_state`, not over groups
-            of pg_collection.
-        core_attention: the core attention that it replaces.
+    config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: see
+        Megatron's core attention. Rows move over the DP x CP group of Megatron's `parallel_state`, not over groups of
+        pg_collection.
+    core_attention: the core attention that it replaces.
 
-    Raises:
-        ValueError: core_attention is not `DotProductAttention`, or `VarlenAttention` does not support the config.
+    Raises ValueError if core_attention is not `DotProductAttention`, or `VarlenAttention` does not support the config.
     """
 
     def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
@@ -230,12 +225,10 @@ def sequence_spec(spec: Spec) -> Spec:
     Transformer Engine computes if it did before, otherwise torch (`DispatchedCoreAttention`). Everything else is
     unchanged. The model needs packed sequences (`PackedSeqParams`).
 
-    Args:
-        spec: spec of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions
-            return them, or as `ep_layer_spec` returns it.
+    spec: spec of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions return
+        them, or as `ep_layer_spec` returns it.
 
-    Raises:
-        ValueError: no self-attention in the spec.
+    Raises ValueError if there is no self-attention in the spec.
     """
     return _with_self_attention(spec, _with_dispatched_attention)
 
@@ -243,8 +236,7 @@ def sequence_spec(spec: Spec) -> Spec:
 def varlen_spec(spec: Spec) -> Spec:
     """Returns a copy of a spec with `VarlenAttention`: each rank computes the attention of its own packed sequences.
 
-    Raises:
-        ValueError: see `sequence_spec`.
+    Raises ValueError as `sequence_spec` does.
     """
     return _with_self_attention(spec, _with_varlen_attention)
 
@@ -259,8 +251,7 @@ def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
 def enable() -> None:
     """Balances every self-attention that Megatron builds in this process from now on, like `sequence_spec`.
 
-    Raises:
-        RuntimeError: already enabled.
+    Raises RuntimeError if it is already enabled.
     """
     if _originals:
         raise RuntimeError("attention.enable(): already enabled; disable() first")

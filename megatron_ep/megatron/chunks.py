@@ -30,8 +30,7 @@ DELAYS = "overlap_dispatch_backward_with_experts_wgrad"
 def enable(layer: MoELayer, config: TransformerConfig) -> None:
     """Makes a layer with an `EPTokenDispatcher` overlap communication as its options say; without them changes nothing.
 
-    Raises:
-        ValueError: the layer has a setting with which this does not work.
+    Raises ValueError if the layer has a setting with which this does not work.
     """
     number, delays = layer.token_dispatcher.options.moe_chunks, bool(getattr(config, DELAYS, False))
     if number == 1 and not delays:

@@ -34,9 +34,8 @@ def dispatch_step(
     """Returns rows [R, H] and probs [R], equal to those of `megatron_ep.dispatch` with expert_capacity except in rows
     without a token.
 
-    Args:
-        x: [T, H].
-        topk_idx, weights: [T, K].
+    x: [T, H].
+    topk_idx, weights: [T, K].
     """
     values, scales = float8.quantize(x) if arrival.as_float8 else (x, None)
     received = low_latency.dispatch(values, topk_idx, weights, expert_capacity=arrival.capacity, scales=scales)
@@ -62,9 +61,8 @@ def combine(
     A rank first sums the rows of its experts, and these sums are added in the order of ranks. The normal mode does the
     same within a node, so that the results there are bitwise equal.
 
-    Args:
-        x: [R, H].
-        weights: [R], fp32 or fp64: factor of each row; or None.
+    x: [R, H].
+    weights: [R], fp32 or fp64: factor of each row; or None.
     """
     num_experts = low_latency.buffer.num_local_experts
     by_expert = x.unflatten(0, (num_experts, -1))

@@ -58,16 +58,15 @@ OVER_CAPACITY = (
 class EPTokenDispatcher(MoETokenDispatcher):
     """Drop-in for Megatron's all-to-all dispatcher: same arguments, six steps and gradients.
 
-    Args:
-        num_local_experts: L, experts on this rank.
-        local_expert_indices: their ids, consecutive.
-        config: the model's config. The dispatcher reads num_moe_experts, moe_router_topk, the capacity, padding and
-            overlap settings, and the fields of `options.Options`.
-        pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
+    num_local_experts: L, experts on this rank.
+    local_expert_indices: their ids, consecutive.
+    config: the model's config. The dispatcher reads num_moe_experts, moe_router_topk, the capacity, padding and overlap
+        settings, and the fields of `options.Options`.
+    pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
-    Raises:
-        ValueError: TP is over 32; 1F1B overlap without flex + hybridep (or ncclep) declared, or with a Megatron whose
-            schedule uses a dispatcher in another way; options that are out of range or that contradict the config.
+    Raises ValueError if TP is over 32; for 1F1B overlap without flex + hybridep (or ncclep) declared, or with a
+    Megatron whose schedule uses a dispatcher in another way; for options that are out of range or that contradict the
+    config.
 
     A decoding step of Megatron's inference uses the low-latency mode, see `_decodes`.
     """
@@ -167,23 +166,20 @@ class EPTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Turns a router's choices into top-k ids and weights; sends nothing.
 
-        Args:
-            hidden_states: [..., H], T tokens in all.
-            routing_map: bool [T, E]; a row may hold any number of True. Or, from a sparse `EPTopKRouter`, int64 expert
-                ids [T, moe_router_topk], -1 for none.
-            probs: [T, E], any floating dtype, read where routing_map is True; or the weights of the ids, their shape.
+        hidden_states: [..., H], T tokens in all.
+        routing_map: bool [T, E]; a row may hold any number of True. Or, from a sparse `EPTopKRouter`, int64 expert ids
+            [T, moe_router_topk], -1 for none.
+        probs: [T, E], any floating dtype, read where routing_map is True; or the weights of the ids, their shape.
 
-        Returns:
-            Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
-            moe_router_topk, but K * TP at most 32. A token with more than K experts is repeated, and T counts its
-            copies. With drop-and-pad a choice of probability exactly 0 is padding: it contributes nothing, and its
-            probability gets no gradient.
+        Returns tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
+        moe_router_topk, but K * TP at most 32. A token with more than K experts is repeated, and T counts its copies.
+        With drop-and-pad a choice of probability exactly 0 is padding: it contributes nothing, and its probability gets
+        no gradient.
 
         The host does not wait to search a routing_map of Megatron's own router, or under a CUDA graph, for tokens with
         more than moe_router_topk experts. The dispatch then rejects such a token because of invalid ids.
 
-        Raises:
-            ValueError: routing_map or probs has another shape.
+        Raises ValueError if routing_map or probs has another shape.
         """
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
@@ -214,12 +210,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sends tokens [T, H] with weights [T, K * TP] to their experts; collective over the tp_ep group.
 
-        Returns:
-            Rows [R, H] grouped by local expert and probs [R] in the router's dtype, ones if combine applies them. With
-            moe_expert_rank_capacity_factor R is fixed, and rows after the last expert's are zeros, or undefined under
-            no_grad. If R or, with drop-and-pad, an expert's capacity is too small, probs are NaN and
-            `megatron_ep.raise_if_failed` raises EPOverflowError. They are not NaN if Megatron's config has the factor,
-            because its trainer then calls `check_over_budget`.
+        Returns rows [R, H] grouped by local expert and probs [R] in the router's dtype, ones if combine applies them.
+        With moe_expert_rank_capacity_factor R is fixed, and rows after the last expert's are zeros, or undefined under
+        no_grad. If R or, with drop-and-pad, an expert's capacity is too small, probs are NaN and
+        `megatron_ep.raise_if_failed` raises EPOverflowError. They are not NaN if Megatron's config has the factor,
+        because its trainer then calls `check_over_budget`.
         """
         self._wait_before_shared_experts()
         capacity = self._expert_capacity() if self.drop_and_pad else None
@@ -356,8 +351,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All ranks must
         decide alike, because the exchange of counts needs all of them.
 
-        Returns:
-            The weights, with NaN for choices that differ from those of the forward pass.
+        Returns the weights, with NaN for choices that differ from those of the forward pass.
         """
         self._layout, self._is_unread = None, False
         is_even = self.trusts_router and self.num_choices == self.config.moe_router_topk  # no token is split

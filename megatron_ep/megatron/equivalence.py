@@ -57,8 +57,7 @@ def _destroy_groups() -> None:
 def make_config(**options: Any) -> TransformerConfig:
     """Returns the config of one small layer in the current layout, in fp64 by default.
 
-    Args:
-        options: fields of TransformerConfig that override the defaults.
+    options: fields of TransformerConfig that override the defaults.
     """
     assert _layout is not None, "join_layout comes first"
     tensor_parallel_size, expert_parallel_size = _layout
@@ -98,17 +97,15 @@ def compare_layers(
 ) -> dict[str, float]:
     """Runs a MoE layer, including its router, with Megatron's all-to-all dispatcher and with ours.
 
-    Args:
-        tensor_parallel_size, expert_parallel_size: the layout; their product divides the world size.
-        tokens: T, one number for all ranks or one per rank.
-        seed: seed of weights and inputs.
-        options: see `make_config`.
-        router: router of our layer; None: Megatron's own.
-        padding: number of a rank's last tokens that are padding. Their outputs are not compared, and get no gradient.
+    tensor_parallel_size, expert_parallel_size: the layout; their product divides the world size.
+    tokens: T, one number for all ranks or one per rank.
+    seed: seed of weights and inputs.
+    options: see `make_config`.
+    router: router of our layer; None: Megatron's own.
+    padding: number of a rank's last tokens that are padding. Their outputs are not compared, and get no gradient.
 
-    Returns:
-        For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
-        value.
+    Returns for the output, the input's gradient and each parameter's gradient: the largest difference over the largest
+    value.
     """
     join_layout(tensor_parallel_size, expert_parallel_size)
     config = make_config(**options)

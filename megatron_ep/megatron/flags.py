@@ -79,13 +79,11 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
     Declares "alltoall" to Megatron, or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
     capacity. Megatron validates settings and frees rows accordingly.
 
-    Args:
-        arguments: arguments of the script, without its name.
-        fused_router: whether this project's router replaces Megatron's.
-        num_sms: Config.num_sms as set by the user.
+    arguments: arguments of the script, without its name.
+    fused_router: whether this project's router replaces Megatron's.
+    num_sms: Config.num_sms as set by the user.
 
-    Raises:
-        ValueError: a flag has no value.
+    Raises ValueError if a flag has no value.
     """
     given, rest = _parsed(
         arguments,
@@ -190,13 +188,11 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | 
     another rank on the host. The default is at most three quarters of the soft timeout, so that the error that names
     the missing rank comes first.
 
-    Args:
-        arguments: arguments of the script, without its name.
-        timeout: the user's timeout in seconds; None: MEGATRON_EP_TIMEOUT, or the limit of torch's own collectives.
+    arguments: arguments of the script, without its name.
+    timeout: the user's timeout in seconds; None: MEGATRON_EP_TIMEOUT, or the limit of torch's own collectives.
 
-    Raises:
-        ValueError: the user's timeout is invalid, or not below the soft timeout: ranks that wait as long as it allows,
-            for example during a save, would be restarted.
+    Raises ValueError if the user's timeout is invalid, or not below the soft timeout: ranks that wait as long as it
+    allows, for example during a save, would be restarted.
     """
     seconds = Config(num_experts=1, timeout=timeout).timeout_seconds
     if not has_restarter(arguments):

@@ -39,10 +39,9 @@ class EPMoELayer(MoELayer):
     The dispatcher type of the config still determines what Megatron validates and frees early, but none of Megatron's
     own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the backend "hybridep".
 
-    Args:
-        config, submodules, layer_number: see Megatron's layer.
-        pg_collection: process groups; None takes Megatron's global ones.
-        options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer, name).
+    config, submodules, layer_number: see Megatron's layer.
+    pg_collection: process groups; None takes Megatron's global ones.
+    options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer, name).
     """
 
     def __init__(
@@ -67,15 +66,13 @@ def initialize(
 ) -> None:
     """Runs Megatron's own constructor of a MoE layer, then replaces its dispatcher with `EPTokenDispatcher`.
 
-    Args:
-        layer: the layer, not yet initialised.
-        base: `MoELayer.__init__`, bound to it.
-        config, submodules, layer_number, pg_collection, options: see `EPMoELayer`.
+    layer: the layer, not yet initialised.
+    base: `MoELayer.__init__`, bound to it.
+    config, submodules, layer_number, pg_collection, options: see `EPMoELayer`.
 
-    Raises:
-        ValueError: see `EPTokenDispatcher`; or the experts do not divide among the ranks; or their gradients would be
-            wrong with this version of Megatron-Core; or moe_expert_rank_capacity_factor is set and the experts read
-            their counts on the host; or see `chunks.enable`.
+    Raises ValueError as `EPTokenDispatcher` and `chunks.enable` do; if the experts do not divide among the ranks; if
+    their gradients would be wrong with this version of Megatron-Core; if moe_expert_rank_capacity_factor is set and the
+    experts read their counts on the host.
     """
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
@@ -156,16 +153,14 @@ def ep_layer_spec(
 ) -> Spec:
     """Returns a copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is unchanged.
 
-    Args:
-        spec: a layer's ModuleSpec, a block's submodules or spec, a multi-token-prediction block's, or the MoE layer's
-            own spec, as Megatron's `get_gpt_*_spec` functions return them.
-        pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
-            version passes a model's groups to no layer class but its own.
-        router: builder of the layers' routers, e.g. `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
-        required: whether a spec without a `MoELayer` is an error; otherwise it is returned unchanged.
+    spec: a layer's ModuleSpec, a block's submodules or spec, a multi-token-prediction block's, or the MoE layer's own
+        spec, as Megatron's `get_gpt_*_spec` functions return them.
+    pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
+        version passes a model's groups to no layer class but its own.
+    router: builder of the layers' routers, e.g. `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
+    required: whether a spec without a `MoELayer` is an error; otherwise it is returned unchanged.
 
-    Raises:
-        ValueError: no `MoELayer` in the spec, and required.
+    Raises ValueError if there is no `MoELayer` in the spec, and `required` is set.
     """
 
     def replace_layer(node: Any) -> Any:

@@ -56,8 +56,7 @@ NAMES = tuple(field.name for field in fields(Options))
 def merged(options: Options, config: Any) -> Options:
     """Returns the options merged with the fields of a TransformerConfig that have the same names.
 
-    Raises:
-        ValueError: options and config contradict each other, or the config's value is not supported.
+    Raises ValueError if options and config contradict each other, or the config's value is not supported.
     """
     chosen = {}
     for field in fields(Options):

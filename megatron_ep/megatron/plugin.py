@@ -32,12 +32,10 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
     `megatron_ep.megatron.dispatcher.configure` sets the settings of buffers. Declare the dispatcher type "alltoall";
     with 1F1B overlap "flex" with the backend "hybridep".
 
-    Args:
-        router: builder that replaces Megatron's `TopKRouter` in these layers and in `EPMoELayer`s, e.g.
-            `megatron_ep.megatron.router.fused_router`. Routers of other classes are kept; with None all are.
+    router: builder that replaces Megatron's `TopKRouter` in these layers and in `EPMoELayer`s, e.g.
+        `megatron_ep.megatron.router.fused_router`. Routers of other classes are kept; with None all are.
 
-    Raises:
-        RuntimeError: already enabled.
+    Raises RuntimeError if it is already enabled.
     """
     global _original
     if _original is not None:

@@ -42,15 +42,13 @@ class EPTopKRouter(TopKRouter):
     torch.topk decides. Megatron's own function is then the gate, with its results and its speed. moe_router_dtype
     "fp32" avoids both.
 
-    Args:
-        config, pg_collection: see `TopKRouter`.
-        sparse: return ids and weights for the dispatcher instead of Megatron's dense interface, see `routing`.
-        options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer).
+    config, pg_collection: see `TopKRouter`.
+    sparse: return ids and weights for the dispatcher instead of Megatron's dense interface, see `routing`.
+    options: arguments that newer versions of Megatron-Core pass on (is_mtp_layer).
 
-    Raises:
-        ValueError: the config asks for an unsupported setting: sinkhorn or quantile balancing, a score function other
-            than sigmoid and softmax, Transformer Engine's fused router, more than 32 experts for a token; or sparse
-            together with capacity-limited experts, whose choice is not K experts for each token.
+    Raises ValueError if the config asks for an unsupported setting: sinkhorn or quantile balancing, a score function
+    other than sigmoid and softmax, Transformer Engine's fused router, more than 32 experts for a token; or sparse
+    together with capacity-limited experts, whose choice is not K experts for each token.
     """
 
     def __init__(
@@ -69,15 +67,13 @@ class EPTopKRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses the experts. `forward` returns the result.
 
-        Args:
-            logits: [S, B, E], T = S * B.
-            padding_mask: bool [S, B], True for padding, which gets no expert: it is not sent, its output is zeros, and
-                losses and counts exclude it.
+        logits: [S, B, E], T = S * B.
+        padding_mask: bool [S, B], True for padding, which gets no expert: it is not sent, its output is zeros, and
+            losses and counts exclude it.
 
-        Returns:
-            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, if sparse, weights [T, K] in that dtype
-            and int64 expert ids [T, K]. The auxiliary losses are attached to the first. Dense also while the config has
-            an expert capacity, which Megatron's inference sets during decoding.
+        Returns probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, if sparse, weights [T, K] in that
+        dtype and int64 expert ids [T, K]. The auxiliary losses are attached to the first. Dense also while the config
+        has an expert capacity, which Megatron's inference sets during decoding.
         """
         sparse = self.sparse and self.config.moe_expert_capacity_factor is None
         seq_length, batch_size = logits.shape[:2]

@@ -34,9 +34,7 @@ def enable(directory: str | os.PathLike[str]) -> None:
     A step of Megatron's optimizers ends a step if `megatron_ep.megatron.plugin` is enabled; otherwise call `end_step`
     after each.
 
-    Raises:
-        ValueError: the path is not a directory, or cannot be written.
-        RuntimeError: already enabled.
+    Raises ValueError if the path is not a directory, or cannot be written, and RuntimeError if it is already enabled.
     """
     global _recorder
     if _recorder is not None:
@@ -55,13 +53,11 @@ def enable(directory: str | os.PathLike[str]) -> None:
 def follow(layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup, expert_ranks: int) -> None:
     """Records a layer that has been built, if `enable` has been called.
 
-    Args:
-        group: the group over which it exchanges tokens.
-        expert_ranks: number of its ranks that have different experts.
+    group: the group over which it exchanges tokens.
+    expert_ranks: number of its ranks that have different experts.
 
-    Raises:
-        ValueError: the layer runs in a CUDA graph, whose replays cannot be recorded; or another layer has another
-            number of experts or other ranks.
+    Raises ValueError if the layer runs in a CUDA graph, whose replays cannot be recorded, or if another layer has
+    another number of experts or other ranks.
     """
     if _recorder is not None:
         _recorder.follow(layer, config, group, expert_ranks)
@@ -70,8 +66,7 @@ def follow(layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup,
 def end_step(number: int | None = None) -> None:
     """Ends a step: the passes since the last call belong to it.
 
-    Args:
-        number: the step's number, from 1. None: the iteration of Megatron-LM's script, otherwise the last plus one.
+    number: the step's number, from 1. None: the iteration of Megatron-LM's script, otherwise the last plus one.
     """
     if _recorder is not None:
         _recorder.end_step(number)

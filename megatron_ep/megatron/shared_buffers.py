@@ -38,15 +38,13 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
 
     Every rank calls it with the same arguments. Arguments that are not given return to their defaults.
 
-    Args:
-        topology: how the ranks of one group form nodes. None: by MEGATRON_EP_RANKS_PER_NODE, or the ranks of a host (or
-            of an NVLink domain of several hosts) form a node.
-        settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, and of
-            `options.Options`.
+    topology: how the ranks of one group form nodes. None: by MEGATRON_EP_RANKS_PER_NODE, or the ranks of a host (or of
+        an NVLink domain of several hosts) form a node.
+    settings: fields of `megatron_ep.Config` other than num_experts, which comes from the model, and of
+        `options.Options`.
 
-    Raises:
-        ValueError: an unknown name, or a setting or option out of range.
-        RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
+    Raises ValueError for an unknown name, or a setting or option out of range; RuntimeError if buffers are already in
+    use: call it before the first forward pass or after `close_buffers`.
     """
     global _topology, _config, _options
     allowed = sorted({*SETTING_NAMES, "tuning", *options.NAMES})
@@ -67,8 +65,7 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
 def options_for(config: Any) -> options.Options:
     """Returns the options of a layer with this TransformerConfig: those of `configure` and of the config's own fields.
 
-    Raises:
-        ValueError: see `options.merged`.
+    Raises ValueError as `options.merged` does.
     """
     return options.merged(_options, config)
 
@@ -87,14 +84,12 @@ def shared_buffer(
 ) -> ep.Buffer:
     """Returns the buffer of this group. The first call creates it and is therefore collective over the group.
 
-    Args:
-        group: the ranks that exchange tokens.
-        num_experts: E in the whole group; a multiple of its size.
-        device: the device of this rank's tokens.
-        settings: settings of the `Config` of a new buffer; those of `configure` take precedence.
+    group: the ranks that exchange tokens.
+    num_experts: E in the whole group; a multiple of its size.
+    device: the device of this rank's tokens.
+    settings: settings of the `Config` of a new buffer; those of `configure` take precedence.
 
-    Raises:
-        ValueError: see `megatron_ep.Buffer`.
+    Raises ValueError as `megatron_ep.Buffer` does.
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
@@ -111,8 +106,7 @@ def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens
 
     The first call creates it and is therefore collective.
 
-    Raises:
-        ValueError, EPError: see `megatron_ep.LowLatency`.
+    Raises ValueError and EPError as `megatron_ep.LowLatency` does.
     """
     hidden, dtype = x.shape[1], x.dtype
     key = (buffer, topk, hidden, dtype, max_tokens)
@@ -170,8 +164,7 @@ def close_buffers() -> None:
 
     Call it before destroying the groups, or on every rank after an `EPError`, to continue.
 
-    Raises:
-        EPError: after all are closed, if a call has failed and no call has raised it.
+    Raises EPError, after all are closed, if a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.close)
 
@@ -182,9 +175,8 @@ def release_buffers() -> None:
 
     Collective: all ranks of all groups call it, between two steps and with their CUDA graphs deleted.
 
-    Raises:
-        ValueError: see `Buffer.release`; that buffer and those created before it stay open.
-        EPError: after all are closed, if a rank did not come or a call has failed and no call has raised it.
+    Raises ValueError as `Buffer.release` does: that buffer and those created before it stay open. Raises EPError, after
+    all are closed, if a rank did not come or a call has failed and no call has raised it.
     """
     _end_all(ep.Buffer.release)
 

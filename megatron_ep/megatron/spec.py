@@ -24,13 +24,11 @@ def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     This function does not make the spec of a multi-token-prediction block. A model with mtp_num_layers needs
     `megatron_ep.megatron.plugin`, which `megatron_ep.pretrain` enables.
 
-    Args:
-        config: a TransformerConfig, such as Bridge's providers, or an object with one as `transformer` (Megatron-LM).
-        vp_stage: the virtual pipeline stage, if there are several.
+    config: a TransformerConfig, such as Bridge's providers, or an object with one as `transformer` (Megatron-LM).
+    vp_stage: the virtual pipeline stage, if there are several.
 
-    Raises:
-        ValueError: the model has no experts, attention for which Megatron has another block, or mtp_num_layers without
-            the plugin.
+    Raises ValueError if the model has no experts, attention for which Megatron has another block, or mtp_num_layers
+    without the plugin.
     """
     return _gpt(config, vp_stage, None)
 

@@ -56,8 +56,7 @@ def file_of(directory: Path, rank: int) -> Path:
 def read_header(file: Path) -> tuple[Header, int]:
     """Returns a file's header and the header's length in bytes.
 
-    Raises:
-        ValueError: the file cannot be read, or is not a trace.
+    Raises ValueError if the file cannot be read, or is not a trace.
     """
     try:
         with open(file, "rb") as stream:

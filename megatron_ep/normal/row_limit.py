@@ -25,10 +25,9 @@ _numbers = itertools.count()
 class RowLimit:
     """The fixed number of rows of a layer or a buffer, and whether it overflowed.
 
-    Args:
-        reason: message of an overflow.
-        poisons: whether probabilities of rows are NaN after an overflow, so that the loss is NaN, and a trainer that
-            only checks the loss takes no step. Otherwise tokens lose experts, and the caller has to check.
+    reason: message of an overflow.
+    poisons: whether probabilities of rows are NaN after an overflow, so that the loss is NaN, and a trainer that only
+        checks the loss takes no step. Otherwise tokens lose experts, and the caller has to check.
     """
 
     def __init__(self, reason: str, poisons: bool = True) -> None:
@@ -42,8 +41,7 @@ class RowLimit:
     def note(self, group: RankGroup, overflow: torch.Tensor) -> torch.Tensor:
         """Notes the overflow [1] of a dispatch, not 0 if rows are missing. Returns bool [1], whether rows are missing.
 
-        Raises:
-            RuntimeError: a CUDA graph captures the first dispatch.
+        Raises RuntimeError if a CUDA graph captures the first dispatch.
         """
         over = overflow != 0
         if self.over_budget is None:

@@ -87,31 +87,29 @@ def grouped_topk(
 
     Gradients flow from weights, probs and aux_scores to the logits; the bias gets none.
 
-    Args:
-        logits: [T, E] on the CPU or a GPU; float32, bfloat16 and float16 are computed in float32, float64 in float64
-            (Megatron computes scores of float64 logits in float32).
-        k: K, at most 32 and E.
-        num_groups, group_topk: both or neither.
-        score_function: "sigmoid" or "softmax".
-        expert_bias: float32 [E], for "sigmoid".
-        scaling_factor: factor of the weights, of either sign, a normal number in the dtype of computation. None: 1.
-        pre_softmax: softmax over all experts before the choice rather than over the chosen ones after it.
-        renormalize: None: as in Megatron, True for "sigmoid", False for "softmax" with pre_softmax; without pre_softmax
-            the weights sum to 1 anyway.
-        padding_mask: bool [T]; tokens where it is True get no expert and are not counted.
-        replay_ids: int64 [T, K]: experts to take instead of choosing; -1 for none. An expert that a token repeats is
-            merged as in Megatron's dense map: its first place keeps the weight, which is computed as if they were
-            distinct, the others become -1, and the gradient of that weight counts for all of them. On a GPU, where the
-            ids are not checked on the host, an invalid id stays in `ids`, and the token's weights are NaN.
-        dense: also return probs and routing_map.
-        aux: also return aux_scores, softmax(logits) or sigmoid(logits) / (their sum + 1e-20), and aux_map, the K
-            largest of them; 0 and False for padding. Bias, groups, scaling and replay_ids play no part
-            (Megatron's compute_routing_scores_for_aux_loss).
+    logits: [T, E] on the CPU or a GPU; float32, bfloat16 and float16 are computed in float32, float64 in float64
+        (Megatron computes scores of float64 logits in float32).
+    k: K, at most 32 and E.
+    num_groups, group_topk: both or neither.
+    score_function: "sigmoid" or "softmax".
+    expert_bias: float32 [E], for "sigmoid".
+    scaling_factor: factor of the weights, of either sign, a normal number in the dtype of computation. None: 1.
+    pre_softmax: softmax over all experts before the choice rather than over the chosen ones after it.
+    renormalize: None: as in Megatron, True for "sigmoid", False for "softmax" with pre_softmax; without pre_softmax the
+        weights sum to 1 anyway.
+    padding_mask: bool [T]; tokens where it is True get no expert and are not counted.
+    replay_ids: int64 [T, K]: experts to take instead of choosing; -1 for none. An expert that a token repeats is merged
+        as in Megatron's dense map: its first place keeps the weight, which is computed as if they were distinct, the
+        others become -1, and the gradient of that weight counts for all of them. On a GPU, where the ids are not
+        checked on the host, an invalid id stays in `ids`, and the token's weights are NaN.
+    dense: also return probs and routing_map.
+    aux: also return aux_scores, softmax(logits) or sigmoid(logits) / (their sum + 1e-20), and aux_map, the K largest of
+        them; 0 and False for padding. Bias, groups, scaling and replay_ids play no part (Megatron's
+        compute_routing_scores_for_aux_loss).
 
-    Raises:
-        ValueError: a wrong argument; on a GPU also an E beyond its shared memory (28,000 on an H200 for float32).
-        RuntimeError: logits are on a GPU and this build has no CUDA kernels. In a backward pass with create_graph: the
-            gradient cannot be differentiated again, so a penalty on it would lack the router's part.
+    Raises ValueError for a wrong argument, on a GPU also for an E beyond its shared memory (28,000 on an H200 for
+    float32); RuntimeError if logits are on a GPU and this build has no CUDA kernels, and in a backward pass with
+    create_graph: the gradient cannot be differentiated again, so a penalty on it would lack the router's part.
     """
     _check_logits(logits, k)
     num_tokens, num_experts = logits.shape

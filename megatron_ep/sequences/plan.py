@@ -164,12 +164,10 @@ class SequencePlan:
     def build(cls, shards: Iterable[Shard], world: int) -> SequencePlan:
         """Builds the plan.
 
-        Args:
-            shards: shards of all ranks and documents, in any order. The indices in a document are 0, 1, 2 and so on.
-            world: W.
+        shards: shards of all ranks and documents, in any order. The indices in a document are 0, 1, 2 and so on.
+        world: W.
 
-        Raises:
-            ValueError: names the shard that is wrong.
+        Raises ValueError that names the shard that is wrong.
         """
         require_int("world", world, 1, MAX_RANKS)
         ordered = _in_order(listed("shards", shards), world)

@@ -44,8 +44,7 @@ def cut_evenly(lengths: Iterable[int], world: int) -> list[Shard]:
     """Cuts concatenated documents of these lengths into W stretches with equal numbers of rows (the last may have fewer
     or none). Rank r is home and attention rank of stretch r.
 
-    Raises:
-        ValueError: names the length that is wrong.
+    Raises ValueError that names the length that is wrong.
     """
     require_int("world", world, 1, MAX_RANKS)
     lengths = listed("lengths", lengths)
@@ -79,16 +78,14 @@ def balance(
 ) -> list[Shard]:
     """Cuts the documents into shards whose attention ranks share the work. Home ranks are kept.
 
-    Args:
-        shards: see `SequencePlan.build`; their attention ranks are ignored. Empty ones are dropped.
-        world: W.
-        block: rows of a document whose multiples are the possible cuts.
-        row_bytes: bytes per row, for max_bytes.
-        max_bytes: bytes that a rank may send, and may receive, in a forward pass (`bytes_between`). A rank exceeds them
-            only if it does with all attention computed at home. None: no bound.
+    shards: see `SequencePlan.build`; their attention ranks are ignored. Empty ones are dropped.
+    world: W.
+    block: rows of a document whose multiples are the possible cuts.
+    row_bytes: bytes per row, for max_bytes.
+    max_bytes: bytes that a rank may send, and may receive, in a forward pass (`bytes_between`). A rank exceeds them
+        only if it does with all attention computed at home. None: no bound.
 
-    Raises:
-        ValueError: a wrong argument; names the shard that is wrong.
+    Raises ValueError for a wrong argument, and names the shard that is wrong.
     """
     require_int("block", block, 1, MAX_ROWS)
     if not isinstance(row_bytes, RowBytes):

@@ -22,11 +22,8 @@ class JobRanks:
     device: "cpu", or "cuda" for ranks with the GPU of `own_gpu` each; None: "cuda" if every rank has one that this
         build can use, "cpu" if none has.
 
-    Attributes:
-        rank, world_size: rank and size of the job.
-        device: "cpu" or "cuda".
-        infos: the RankInfo of each rank.
-        topology: the default topology of a buffer of these ranks.
+    Has the rank and world_size of the job, the device, the RankInfo of each rank as `infos`, and the default topology
+    of a buffer of these ranks.
 
     Raises ValueError on all ranks: a rank has no GPU; or the ranks cannot form a group, see `Buffer`. Construction and
     `run` raise EPError if a rank does not come in time, or has ended.
@@ -47,9 +44,7 @@ class JobRanks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls function(*args) on every rank and returns the W results in rank order, on every rank.
 
-        Raises:
-            ValueError: the error of the first failing rank, if it is a ValueError.
-            RuntimeError: any other error of the first failing rank.
+        Raises the error of the first failing rank: as ValueError if it is one, otherwise as RuntimeError.
         """
         kind: type[Exception] | None = None
         try:

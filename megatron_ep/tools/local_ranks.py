@@ -34,9 +34,8 @@ class LocalRanks:
     The first `run`, and the first one after a failure, which ends the processes, forks them from a process that has
     imported `PRELOAD`. Each has its rank in the environment as LOCAL_RANK.
 
-    Args:
-        world_size: W.
-        timeout: limit of a `run`, and of gloo's waits, in seconds.
+    world_size: W.
+    timeout: limit of a `run`, and of gloo's waits, in seconds.
     """
 
     def __init__(self, world_size: int, timeout: float = 120.0) -> None:
@@ -54,10 +53,8 @@ class LocalRanks:
 
         Function, arguments and results are pickled.
 
-        Raises:
-            TimeoutError: not every rank was done in time.
-            BrokenProcessPool: a rank died.
-            Exception: the error of the first failing rank.
+        Raises TimeoutError if not every rank was done in time, BrokenProcessPool if a rank died, and otherwise the
+        error of the first failing rank.
         """
         if not self._executors:
             self._start()

@@ -38,8 +38,7 @@ class Corpus:
 def read(path: str | None) -> Corpus:
     """Reads a UTF-8 file, or with None the corpus that ships with Python.
 
-    Raises:
-        ValueError: the file cannot be read or is empty, or this Python has no default corpus.
+    Raises ValueError if the file cannot be read or is empty, or if this Python has no default corpus.
     """
     parts = [np.append(np.frombuffer(text, np.uint8), np.uint16(END_OF_DOCUMENT)) for text in _documents(path)]
     tokens = np.concatenate(parts)
@@ -81,8 +80,7 @@ def unigram_entropy(counts: np.ndarray) -> float:
 def prepare(recipe: Recipe) -> Corpus:
     """Returns the recipe's corpus, which every rank reads. Collective.
 
-    Raises:
-        ValueError: on all ranks: see `read`, or ranks have read different texts.
+    Raises ValueError on all ranks as `read` does, or if ranks have read different texts.
     """
     corpus, fault = None, ""
     try:
@@ -105,8 +103,7 @@ class Samples:
 
     Each epoch has all sequences of the corpus in an order by seed and epoch, without an incomplete last global batch.
 
-    Raises:
-        ValueError: the corpus has fewer tokens than a global batch.
+    Raises ValueError if the corpus has fewer tokens than a global batch.
     """
 
     def __init__(self, recipe: Recipe, corpus: Corpus, rank: int) -> None:

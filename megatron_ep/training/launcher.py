@@ -51,10 +51,8 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
 
     Rank 0 keeps the terminal. Output of the other ranks, and stderr of all, is written to files below `log_dir`.
 
-    Raises:
-        OSError: the log directory cannot be made.
-        LaunchError: a rank failed; the others have been stopped.
-        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived; all ranks have been stopped.
+    Raises OSError if the log directory cannot be made, LaunchError if a rank failed, and Interrupted if SIGINT,
+    SIGTERM, SIGHUP or SIGQUIT arrived; the ranks have then been stopped.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

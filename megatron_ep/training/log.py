@@ -43,9 +43,8 @@ class Row:
 class TrainLog:
     """The log of a run, a context manager around its steps. Call `write` after each step, and `finish` at the end.
 
-    Args:
-        out: directory for loss.csv, created if necessary.
-        first_step: number of steps already done; rows of loss.csv up to it are kept, later ones removed.
+    out: directory for loss.csv, created if necessary.
+    first_step: number of steps already done; rows of loss.csv up to it are kept, later ones removed.
     """
 
     def __init__(self, out: Path, recipe: Recipe, corpus: Corpus, parameters: int, first_step: int) -> None:

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 def train(recipe: Recipe, out: Path, resume: bool) -> None:
     """Trains the recipe's model as rank RANK of WORLD_SIZE (torchrun's variables) and returns after the last step.
 
-    Args:
-        recipe: the recipe, equal on all ranks.
-        out: a directory that all ranks share; receives loss.csv and checkpoints/.
-        resume: whether to continue from the latest checkpoint in `out`.
+    recipe: the recipe, equal on all ranks.
+    out: a directory that all ranks share; receives loss.csv and checkpoints/.
+    resume: whether to continue from the latest checkpoint in `out`.
 
-    Raises:
-        ValueError: corpus or checkpoint do not match the recipe.
-        megatron_ep.EPError: the dispatcher gave up waiting for another rank, or another rank gave up.
+    Raises ValueError if corpus or checkpoint do not match the recipe, and EPError if the dispatcher or another rank
+    gave up.
     """
     torch.set_num_threads(recipe.train.threads_per_rank)
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # warnings about a missing Transformer Engine

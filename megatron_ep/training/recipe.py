@@ -114,13 +114,11 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(path: str | Path, overrides: Iterable[str] = (), schema: Any = Recipe) -> Any:
     """Reads and checks a recipe.
 
-    Args:
-        path: a YAML file, or the name of a recipe of megatron_ep (`tiny_moe_cpu`).
-        overrides: "section.key=value" strings, with values in YAML, applied in order before the check.
-        schema: class that it is checked against and returned as.
+    path: a YAML file, or the name of a recipe of megatron_ep (`tiny_moe_cpu`).
+    overrides: "section.key=value" strings, with values in YAML, applied in order before the check.
+    schema: class that it is checked against and returned as.
 
-    Raises:
-        ValueError: the file cannot be read, is not YAML, or a key or value is wrong, with a line per fault.
+    Raises ValueError if the file cannot be read, is not YAML, or a key or value is wrong, with a line per fault.
     """
     tree = read(path)
     for override in overrides:

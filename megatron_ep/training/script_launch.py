@@ -17,8 +17,7 @@ VARIABLE = "MEGATRON_LM"
 def find_script(tree: str | None) -> Path:
     """Returns the path of pretrain_gpt.py in a tree of Megatron-LM. tree: None uses the variable MEGATRON_LM.
 
-    Raises:
-        ValueError: no tree is given, or it has no pretrain_gpt.py.
+    Raises ValueError if no tree is given, or it has no pretrain_gpt.py.
     """
     tree = tree or os.environ.get(VARIABLE)
     if not tree:
@@ -32,14 +31,12 @@ def find_script(tree: str | None) -> Path:
 def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
     """Replaces this process by the training.
 
-    Args:
-        recipe: the recipe, equal on all ranks.
-        tree: see `find_script`.
-        is_rank: whether torchrun or Slurm started this process as one of the ranks; otherwise it becomes a torchrun
-            that starts them all on this machine.
+    recipe: the recipe, equal on all ranks.
+    tree: see `find_script`.
+    is_rank: whether torchrun or Slurm started this process as one of the ranks; otherwise it becomes a torchrun that
+        starts them all on this machine.
 
-    Raises:
-        ValueError: there is no script, or the ranks do not match the recipe.
+    Raises ValueError if there is no script, or the ranks do not match the recipe.
     """
     script = find_script(tree)
     words = script_flags.command(recipe, str(script))

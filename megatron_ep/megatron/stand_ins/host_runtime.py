@@ -159,8 +159,7 @@ def enable() -> None:
 
     Call it before building a model.
 
-    Raises:
-        RuntimeError: CUDA is already initialised in this process, so something here uses a real GPU.
+    Raises RuntimeError if CUDA is already initialised in this process, so that something here uses a real GPU.
     """
     global _enabled
     if _enabled:

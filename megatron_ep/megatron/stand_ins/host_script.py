@@ -65,8 +65,7 @@ def enable() -> None:
     Call it before the script starts, its directory in sys.path. Its model must ask for nothing that only a GPU has:
     `--transformer-impl local`, `--use-cpu-initialization` and no fusions.
 
-    Raises:
-        RuntimeError: CUDA is already initialised in this process.
+    Raises RuntimeError if CUDA is already initialised in this process.
     """
     global _enabled
     if _enabled:

@@ -26,13 +26,11 @@ def read(directory: Path, num_experts: int | None, expert_ranks: int | None) -> 
 
     Micro-batches are numbered in the order of a layer's lines, so that recomputed passes count again.
 
-    Args:
-        num_experts: E, which the files do not contain.
-        expert_ranks: EP, the number of consecutive ranks that exchange tokens; None: all ranks.
+    num_experts: E, which the files do not contain.
+    expert_ranks: EP, the number of consecutive ranks that exchange tokens; None: all ranks.
 
-    Raises:
-        ValueError: num_experts is None; ranks do not divide into groups of expert_ranks; a line is invalid; an expert
-            is not below num_experts; ranks have different layers.
+    Raises ValueError if num_experts is None; if ranks do not divide into groups of expert_ranks; if a line is invalid;
+    if an expert is not below num_experts; if ranks have different layers.
     """
     if num_experts is None:
         raise ValueError(f"{directory}: is Megatron's trace, which does not say how many experts there are: --experts")

@@ -51,9 +51,8 @@ def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
 
     If a step was repeated after a restart, its last passes count. Steps that not all ranks have are omitted.
 
-    Raises:
-        ValueError: a file is not a trace, or of another run; a rank's file is missing; no step is complete; ranks have
-            recorded different layers or micro-batches.
+    Raises ValueError if a file is not a trace, or of another run; if a rank's file is missing; if no step is complete;
+    if ranks have recorded different layers or micro-batches.
     """
     files = [_File(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
     first = files[0].header
@@ -138,8 +137,7 @@ def _group(files: Sequence[_File], steps: np.ndarray) -> Group:
 def since(trace: Trace, step: int) -> Trace:
     """Returns the trace from a step on.
 
-    Raises:
-        ValueError: the trace ends before that step.
+    Raises ValueError if the trace ends before that step.
     """
     last = max(int(group.steps.max()) for group in trace.groups)
     if step > last:

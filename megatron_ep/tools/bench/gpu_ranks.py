@@ -17,9 +17,8 @@ from megatron_ep.tools.local_ranks import LocalRanks
 def gpu_ranks(command: str, timeout: float) -> LocalRanks | JobRanks:
     """Returns the ranks of the job, or ranks of this machine, which are not started yet.
 
-    Args:
-        command: name of the command, for messages.
-        timeout: seconds that a run on this machine may take, or that the ranks of a job wait for each other.
+    command: name of the command, for messages.
+    timeout: seconds that a run on this machine may take, or that the ranks of a job wait for each other.
 
     Raises ValueError on all ranks of a job if one shares its GPU or has none. Ends the program if this machine has no
     GPU.

@@ -32,9 +32,8 @@ def make_record(
 ) -> Record:
     """Returns the record of a timed step.
 
-    Args:
-        seconds: seconds of each round, or of each rank; not empty.
-        size: bytes that a round moves.
+    seconds: seconds of each round, or of each rank; not empty.
+    size: bytes that a round moves.
     """
     ordered = sorted(seconds)
     return {
@@ -121,9 +120,8 @@ class Report:
     """Prints a line about the machine, then each table when it is added, and updates the JSON file, which includes the
     output of `megatron-ep env`.
 
-    Args:
-        path: path of the file, {"environment": ..., "records": [...]}; None: no file.
-        rank: rank of this process. Only rank 0 reports.
+    path: path of the file, {"environment": ..., "records": [...]}; None: no file.
+    rank: rank of this process. Only rank 0 reports.
     """
 
     def __init__(self, path: Path | None, rank: int = 0) -> None:

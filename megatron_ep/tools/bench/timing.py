@@ -78,10 +78,9 @@ def time_rounds(
 ) -> dict[Name, list[float]]:
     """Returns the seconds [iterations] of each timer. Each round runs all timers once.
 
-    Args:
-        warmup: number of rounds before the timed ones.
-        when_warm: called after the warmup.
-        shuffler: draws the order of each round; None keeps the order of `timers`.
+    warmup: number of rounds before the timed ones.
+    when_warm: called after the warmup.
+    shuffler: draws the order of each round; None keeps the order of `timers`.
     """
     order = list(timers)
     readings: dict[Name, list[Reading]] = {name: [] for name in timers}
