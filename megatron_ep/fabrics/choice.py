@@ -128,10 +128,7 @@ def _by_rank(answers: Sequence[str]) -> str:
 
 def load_nvshmem() -> ModuleType:
     """Loads the extension for NVSHMEM and its library. Raises EPError that names what is missing."""
-    _check_built("nvshmem", f"the package {cuda_version.package('nvshmem')}")
     library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
-    if library is None:
-        raise EPError(_not_found("nvshmem"))
     module = _load("nvshmem", library)
     built, found = module.BUILT_FOR, module.library_version()
     if built[0] != found[0] or built > found:
@@ -146,11 +143,8 @@ def load_nvshmem() -> ModuleType:
 def load_nccl() -> ModuleType:
     """Loads the extension for NCCL's device API, with the library that torch has loaded or else that of the wheel.
     Raises EPError that names what is missing."""
-    _check_built("nccl", f"the package {cuda_version.package('nccl')} >= 2.28.7")
     library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
-    if library is None:
-        raise EPError(_not_found("nccl"))
-    module = _load("nccl", library)
+    module = _load("nccl", library, least=" >= 2.28.7")
     built, found = module.BUILT_FOR, module.library_version()
     if built != found:  # NCCL's structures differ between versions
         raise EPError(
@@ -163,19 +157,15 @@ def load_nccl() -> ModuleType:
 NETWORKS: dict[str, Callable[[], ModuleType]] = {"nvshmem": load_nvshmem, "nccl": load_nccl}
 
 
-def _check_built(name: str, package: str) -> None:
+def _load(name: str, library: Path | None, least: str = "") -> ModuleType:
+    package = cuda_version.package(name)
     if importlib.util.find_spec(f"megatron_ep._{name}") is None:
         raise EPError(
-            f"the {name} fabric was not built: it needs nvcc and {package} at build time "
+            f"the {name} fabric was not built: it needs nvcc and the package {package}{least} at build time "
             "(pip install --no-build-isolation)"
         )
-
-
-def _not_found(name: str) -> str:
-    return f"the {name} fabric needs the package {cuda_version.package(name)}, whose library was not found"
-
-
-def _load(name: str, library: Path) -> ModuleType:
+    if library is None:
+        raise EPError(f"the {name} fabric needs the package {package}, whose library was not found")
     try:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         return importlib.import_module(f"megatron_ep._{name}")
