@@ -110,6 +110,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the working directory first")
+@pytest.mark.nightly
 def test_ranks_import_what_their_parent_imports(tmp_path):
     """Not what lies in the working directory."""
     decoy = tmp_path / "decoy"

@@ -10,8 +10,14 @@ import survivors
 from modes import HOST, MODES
 from waits import patience, within
 
-NETWORKS = ["tcp", pytest.param("verbs", marks=pytest.mark.nightly), "ibgda"]
-PHASES = [(mode, phase) for mode, calls in MODES.items() for phase in calls.absent]
+
+def at_night(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+NETWORKS = ["tcp", at_night("verbs"), "ibgda"]
+PHASES = [("normal", phase) for phase in ("dispatch", "combine", "backward")]
+PHASES += [("low latency", "dispatch"), ("low latency", "combine"), at_night("normal", "compiled backward")]
 MISTAKES = [("normal", "dtype"), ("normal", "ids"), ("normal", "combine"), ("low latency", "dtype")]
 
 
@@ -36,8 +42,16 @@ def test_an_absent_rank_is_named(over, mode, phase):
     check_absent(over("", one_rank.run_one_absent, mode, HOST, phase, 2), mode, phase)
 
 
-@pytest.mark.parametrize("fabric", NETWORKS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "fabric"),
+    [
+        ("normal", "tcp"),
+        ("low latency", "ibgda"),
+        at_night("normal", "ibgda"),
+        at_night("low latency", "tcp"),
+        *(at_night(mode, "verbs") for mode in MODES),
+    ],
+)
 def test_an_absent_rank_is_named_on_every_machine(over, mode, fabric):
     check_absent(over(fabric, one_rank.run_one_absent, mode, HOST, "dispatch", 4), mode, "dispatch")
 
@@ -55,7 +69,7 @@ def test_a_mistake_and_a_reset_reach_ranks_that_come_later(over, fabric, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fabric", ["", *NETWORKS])
+@pytest.mark.parametrize("fabric", ["", "tcp", at_night("verbs"), at_night("ibgda")])
 def test_a_mistake_of_all_ranks_needs_no_reset(over, fabric, mode):
     over(fabric, one_rank.run_mistake_of_all, mode, HOST, 4 if fabric else 2)
 
@@ -83,7 +97,7 @@ def test_survivors(tmp_path, monkeypatch, mode, check):
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
-@pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("", 4), ("tcp", 4), ("ibgda", 4)])
+@pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("tcp", 4), at_night("", 4), at_night("ibgda", 4)])
 def test_a_late_rank_is_masked(over, fabric, nodes):
     mask_s = patience(0.5)
     took = over(fabric, one_rank.run_one_masked, HOST, nodes, mask_s)

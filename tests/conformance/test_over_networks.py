@@ -25,7 +25,17 @@ def buffer_of(timeout: float) -> ep.Buffer:
 
 @pytest.mark.parametrize(
     ("fabric", "per_machine", "per_node"),
-    [("", W, 2), *((name, *per) for name in FABRICS for per in ((1, 1), (2, 2), (2, 1)))],
+    [
+        ("", W, 2),
+        ("tcp", 1, 1),
+        ("tcp", 2, 1),
+        ("verbs", 2, 2),
+        ("ibgda", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("tcp", 2, 2), ("verbs", 1, 1), ("verbs", 2, 1), ("ibgda", 1, 1), ("ibgda", 2, 2))
+        ),
+    ],
 )
 def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, per_node):
     over(fabric, run_cases, fabric, per_machine, per_node)

@@ -4,6 +4,7 @@ import os
 import textwrap
 
 import forks
+import pytest
 
 import megatron_ep.deep_ep
 
@@ -60,6 +61,7 @@ SPAWNING = """
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_a_script_spawns_imports_it_again(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SPAWNING))
     done = run(tmp_path, "-m", "megatron_ep.deep_ep", "script.py")

@@ -133,6 +133,7 @@ def test_packets_that_do_not_arrive(run):
     run.go_on()
 
 
+@pytest.mark.nightly
 def test_a_network_that_comes_back_in_time_each_time(run):
     """The kernel would compare its limit with the time since the first outage."""
     for pause in (10.5, 0):

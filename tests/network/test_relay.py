@@ -54,7 +54,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(("name", "per_node"), [("0.1 ms", 2), ("2 ms", 1), ("50 ms", 1), ("50 ms", 2), ("pieces", 1)])
+@pytest.mark.parametrize(("name", "per_node"), [("0.1 ms", 2), ("2 ms", 1), ("50 ms", 2), ("pieces", 1)])
 def test_layers_over_a_network_that_takes_its_time(ranks, name, per_node):
     ranks.run(run_layers, SLOW[name], per_node)
 
@@ -65,7 +65,9 @@ def run_low_latency_over(conditions: Conditions) -> None:
         check_low_latency_cases(buffer, range(2))
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(
+    "name", ["2 ms", "50 ms", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("0.1 ms", "pieces"))]
+)
 def test_the_low_latency_mode_over_a_network_that_takes_its_time(ranks, name):
     ranks.run(run_low_latency_over, SLOW[name])
 
@@ -131,7 +133,13 @@ def run_that_stalls(conditions: Conditions) -> tuple[float, str]:
     return took, str(caught.value)
 
 
-@pytest.mark.parametrize("name", STALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("silent", "trickles down", "half-open") else pytest.mark.nightly)
+        for name in STALLS
+    ],
+)
 def test_a_connection_that_stalls(ranks, name):
     """All ranks hear in time who was first to give up, and that an end of the connection is missing, belongs to a ring
     of ranks that wait, or is what the other end waits for."""

@@ -19,6 +19,7 @@ sys.exit(pytest.main("--collect-only -q -p no:cacheprovider -c /dev/null --rootd
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("missing", [("pydantic",), ("megatron", "megatron.core", "pydantic", "transformer_engine")])
 def test_gpu_tests_are_collected_without(missing):
     command = [sys.executable, "-c", COLLECT, *missing]

@@ -72,10 +72,15 @@ def requirements() -> str:
 @pytest.mark.parametrize(
     ("torch", "core"),
     [
-        ("2.7.1", "0.16.1"),
-        ("2.9.1+cu128", "0.17.1"),
         ("2.7.0a0+79aa17489c.nv25.4", "0.18.2"),  # as NVIDIA's images number them
-        ("2.9.0a0+50eac811a6.nv25.9", "0.19.0rc0"),
+        *(
+            pytest.param(*installed, marks=pytest.mark.nightly)
+            for installed in (
+                ("2.7.1", "0.16.1"),
+                ("2.9.1+cu128", "0.17.1"),
+                ("2.9.0a0+50eac811a6.nv25.9", "0.19.0rc0"),
+            )
+        ),
     ],
 )
 def test_pip_replaces_neither_torch_nor_megatron_core(tmp_path: Path, torch: str, core: str) -> None:

@@ -14,7 +14,7 @@ from megatron_ep.training import recipe, script_flags, script_recipe
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
 TOKENS, TOPK = 4 * 128, 4  # a rank and micro-batch, of the recipe
-STEPS, STOPPED = 30, 20
+STEPS, STOPPED = 5, 3
 
 
 def test_a_run_is_recorded(tmp_path, capsys):
