@@ -8,6 +8,7 @@ import bench_sequences as sequences
 import pytest
 import run
 import torch
+from repeats import at_night
 from sequence_baselines import attention_of
 from sequence_case import Case, crossings_of, draw_documents, plans_of
 
@@ -20,7 +21,7 @@ ROUNDS = ["--iters", "2", "--warmup", "1", "--timeout", "60"]
 WAYS, LAYOUTS = ("ours", "all_to_all", "copy_across", "copy_within"), ("at_home", "balanced", "context_parallel")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", at_night("fp32")])
 def test_records(tmp_path, capsys, dtype):
     """The ranks compare what is timed with each other, so that the same work is."""
     file, world = tmp_path / "bench.json", 3

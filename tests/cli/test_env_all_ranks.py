@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 from datetime import timedelta
+from unittest import mock
 
 import forks
 import pytest
@@ -20,7 +21,9 @@ GPU = "NVIDIA H200, 143771 MiB, 580.65, 9.0"
 
 @pytest.fixture(scope="module")
 def report():
-    made = env.collect()
+    with mock.patch.object(env, "_run", lambda *_, **__: (1, "")):  # what it asks other programs takes seconds
+        made = env.collect()
+    made["extension"]["imports"] = True
     made["cuda"]["gpus"] = [f"{index}, {GPU}" for index in range(8)]
     made["environment"] = {"RANK": "0"}
     return made

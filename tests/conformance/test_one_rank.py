@@ -8,12 +8,8 @@ import pytest
 import shared_memory
 import survivors
 from modes import HOST, MODES
+from repeats import at_night
 from waits import patience, within
-
-
-def at_night(*values):
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
 
 NETWORKS = ["tcp", at_night("verbs"), "ibgda"]
 PHASES = [("normal", phase) for phase in ("dispatch", "combine", "backward")]

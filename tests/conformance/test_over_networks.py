@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cards import cards_with
 from over_networks import W, run_cases
+from repeats import at_night
 from waits import within
 
 import megatron_ep as ep
@@ -31,10 +32,11 @@ def buffer_of(timeout: float) -> ep.Buffer:
         ("tcp", 2, 1),
         ("verbs", 2, 2),
         ("ibgda", 2, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("tcp", 2, 2), ("verbs", 1, 1), ("verbs", 2, 1), ("ibgda", 1, 1), ("ibgda", 2, 2))
-        ),
+        at_night("tcp", 2, 2),
+        at_night("verbs", 1, 1),
+        at_night("verbs", 2, 1),
+        at_night("ibgda", 1, 1),
+        at_night("ibgda", 2, 2),
     ],
 )
 def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, per_node):

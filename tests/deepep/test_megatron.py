@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from repeats import at_night
 
 import megatron_ep.deep_ep
 
@@ -199,6 +200,6 @@ def overlapped_model(options):
 
 
 @pytest.mark.numerical
-@pytest.mark.parametrize("options", [{}, SHARED], ids=["plain", "shared experts"])
+@pytest.mark.parametrize("options", [at_night({}), SHARED], ids=["plain", "shared experts"])
 def test_overlapped_model(four_ranks, options):
     assert all(four_ranks.run(overlapped_model, options))

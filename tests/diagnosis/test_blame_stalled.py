@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from repeats import at_night
 
 import megatron_ep as ep
 
-TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
+TOPOLOGIES = [(2, 2), at_night((1, 3)), at_night((3, 1))]
 EXPERTS, T, H, K = 12, 3, 4, 2
 # rings of one row: everybody waits for everybody's credit
 CONFIG = ep.Config(num_experts=EXPERTS, tuning=ep.Tuning(channels=1, nvl_ring_bytes=128, rdma_ring_bytes=128))

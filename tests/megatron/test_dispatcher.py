@@ -9,6 +9,7 @@ from unittest import mock
 import choices
 import pytest
 from ahead import ahead
+from repeats import a_third
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -216,8 +217,9 @@ def _compare_random_maps(first_seed, count):
         shared_buffers.close_buffers()
 
 
-def test_any_routing_map(four_ranks):
-    four_ranks.run(_compare_random_maps, 0, 40)
+@pytest.mark.parametrize("first", a_third(range(0, 39, 13)))
+def test_any_routing_map(four_ranks, first):
+    four_ranks.run(_compare_random_maps, first, 13)
 
 
 def _compare_padding(recipe, alignment):

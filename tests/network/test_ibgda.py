@@ -98,7 +98,7 @@ def test_report(monkeypatch):
 def run_several_cards(seed: int) -> list[str]:
     """Each rank has two cards."""
     with cards_with(devices=2, seed=seed + dist.get_rank()):
-        run_cases("ibgda", 1, 1)
+        run_cases("ibgda", 1, 1, range(2))
         with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
             return buffer._group._network.cards()
 

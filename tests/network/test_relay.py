@@ -11,6 +11,7 @@ from forced_machines import machines_of
 from over_networks import W, inputs, layer
 from process_cases import SIZES, check_low_latency_cases
 from relay import Conditions, relayed
+from repeats import at_night
 from waits import patience
 
 import megatron_ep as ep
@@ -65,9 +66,7 @@ def run_low_latency_over(conditions: Conditions) -> None:
         check_low_latency_cases(buffer, range(2))
 
 
-@pytest.mark.parametrize(
-    "name", ["2 ms", "50 ms", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("0.1 ms", "pieces"))]
-)
+@pytest.mark.parametrize("name", ["2 ms", "50 ms", at_night("0.1 ms"), at_night("pieces")])
 def test_the_low_latency_mode_over_a_network_that_takes_its_time(ranks, name):
     ranks.run(run_low_latency_over, SLOW[name])
 
@@ -135,10 +134,7 @@ def run_that_stalls(conditions: Conditions) -> tuple[float, str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("silent", "trickles down", "half-open") else pytest.mark.nightly)
-        for name in STALLS
-    ],
+    [name if name in ("silent", "trickles down", "half-open") else at_night(name) for name in STALLS],
 )
 def test_a_connection_that_stalls(ranks, name):
     """All ranks hear in time who was first to give up, and that an end of the connection is missing, belongs to a ring

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
+from repeats import at_night
 from waits import within
 
 import megatron_ep as ep
@@ -166,7 +167,7 @@ def noticed_late(monkeypatch):
 
 
 @pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("machines", "per_machine"), TOPOLOGIES)
+@pytest.mark.parametrize(("machines", "per_machine"), [*TOPOLOGIES[:2], at_night(*TOPOLOGIES[2])])
 def test_a_killed_rank_of_another_machine(machines, per_machine, masks, tmp_path, noticed_late):
     seen = r"rank \d+ stopped waiting: .*; the process of rank {} has ended"  # by a rank of its machine; not with masks
     check_killed(run_killed, machines, per_machine, tmp_path, masks, or_says="" if masks else seen)

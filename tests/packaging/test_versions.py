@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from repeats import at_night
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("versions", ROOT / "tests/packaging/versions.py")
@@ -73,14 +74,9 @@ def requirements() -> str:
     ("torch", "core"),
     [
         ("2.7.0a0+79aa17489c.nv25.4", "0.18.2"),  # as NVIDIA's images number them
-        *(
-            pytest.param(*installed, marks=pytest.mark.nightly)
-            for installed in (
-                ("2.7.1", "0.16.1"),
-                ("2.9.1+cu128", "0.17.1"),
-                ("2.9.0a0+50eac811a6.nv25.9", "0.19.0rc0"),
-            )
-        ),
+        at_night("2.7.1", "0.16.1"),
+        at_night("2.9.1+cu128", "0.17.1"),
+        at_night("2.9.0a0+50eac811a6.nv25.9", "0.19.0rc0"),
     ],
 )
 def test_pip_replaces_neither_torch_nor_megatron_core(tmp_path: Path, torch: str, core: str) -> None:

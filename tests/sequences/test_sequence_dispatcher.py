@@ -28,7 +28,7 @@ def test_any_shape(block, device, monkeypatch):
                 check(case, cluster, dispatcher)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", a_third(range(4)))
 def test_any_interleaving(block):
     """Over a network that delays and reorders."""
     for seed in range(40 * block, 40 * (block + 1)):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import calibrate
 import pytest
+from repeats import at_night
 
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict
@@ -66,7 +67,7 @@ def test_whole_topologies_are_held_out(figures):
     [
         (2, 8, {}, 241.9, 389.7),
         (8, 8, {"images": 1}, 845.6, 966.4),
-        pytest.param(32, 8, {"images": 1}, 1272.6, 1379.2, marks=pytest.mark.nightly),
+        at_night(32, 8, {"images": 1}, 1272.6, 1379.2),
     ],
 )
 def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispatch, combine):
@@ -79,7 +80,7 @@ def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispat
 # us, of the same constants: nobody has measured notify alone
 @pytest.mark.parametrize(
     ("nodes", "images", "us"),
-    [(1, 1, 20.7), (8, 1, 31.2), pytest.param(8, 8, 31.3, marks=pytest.mark.nightly), (64, 1, 62.4)],
+    [(1, 1, 20.7), (8, 1, 31.2), at_night(8, 8, 31.3), (64, 1, 62.4)],
 )
 def test_the_exchange_of_counts_has_not_moved(nodes, images, us):
     config = Config(num_experts=max(256, 8 * nodes), num_sms=24)

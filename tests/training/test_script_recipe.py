@@ -11,6 +11,7 @@ from pathlib import Path
 
 import megatron_trees
 import pytest
+from repeats import at_night
 
 pytest.importorskip("pydantic")
 
@@ -236,34 +237,31 @@ def test_train_refuses(tmp_path, monkeypatch, capsys, arguments, variables, word
 FLAGS = re.compile(r"moe|expert|dispatch|ep-overlap|delay-wgrad|op-fuser|megatron-fsdp$|torch-fsdp2$")
 
 
-@pytest.fixture(scope="module")
-def parsed():
-    """For each tree what a process says that takes all recipes: to import Megatron takes seconds, so they do it side by
-    side. A function of the tree and the kind of line: the second words and the values of these lines."""
+@functools.cache
+def parsed(tree):
+    """What a process says that takes all recipes to the tree's parser: kind, name and value of each line."""
     helper = ROOT / "tests" / "helpers" / "script_arguments.py"
-    processes = {
-        tree: subprocess.Popen(
-            [sys.executable, helper, tree, *map(str, RECIPES)],
-            env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for tree in megatron_trees.ALL
-    }
-
-    @functools.cache
-    def shown(tree):
-        text, errors = processes[tree].communicate(timeout=240)
-        assert processes[tree].returncode == 0, errors[-3000:]
-        return [line.split(" ", 2) for line in text.splitlines() if line.startswith(("FIGURES ", "PUBLIC ", "FLAGS "))]
-
-    yield lambda tree, kind: [(word, ast.literal_eval(value)) for first, word, value in shown(tree) if first == kind]
-    for process in processes.values():
-        process.kill()
+    done = subprocess.run(
+        [sys.executable, helper, tree, *map(str, RECIPES)],
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [
+        line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith(("FIGURES ", "PUBLIC ", "FLAGS "))
+    ]
+    return [(kind, name, ast.literal_eval(value)) for kind, name, value in lines]
 
 
-every_tree = pytest.mark.parametrize("tree", megatron_trees.ALL, ids=lambda tree: tree.name)
+def said(tree, kind):
+    return [(name, value) for of, name, value in parsed(tree) if of == kind]
+
+
+every_tree = pytest.mark.parametrize(
+    "tree", [*megatron_trees.ALL[:1], *map(at_night, megatron_trees.ALL[1:])], ids=lambda tree: tree.name
+)
 
 
 def flags_table():
@@ -301,8 +299,8 @@ def test_public_scripts_are_taken(name, router):
 
 @pytest.mark.needs(megatron_trees.LACK_ALL)
 @every_tree
-def test_no_flag_is_unknown(parsed, tree):
-    ((version, known),) = parsed(tree, "FLAGS")
+def test_no_flag_is_unknown(tree):
+    ((version, known),) = said(tree, "FLAGS")
     version = ".".join(version.split(".")[:2])
     expected = {word.split()[0] for words, versions, *_ in flags_table() for word in words if version in versions}
     found = {flag for flag in known if FLAGS.search(flag)}
@@ -312,9 +310,9 @@ def test_no_flag_is_unknown(parsed, tree):
 
 @pytest.mark.needs(megatron_trees.LACK_ALL)
 @every_tree
-def test_megatron_accepts_the_flags_of_public_scripts(parsed, tree):
-    version = parsed(tree, "FLAGS")[0][0]
-    figures = dict(parsed(tree, "PUBLIC"))
+def test_megatron_accepts_the_flags_of_public_scripts(tree):
+    version = said(tree, "FLAGS")[0][0]
+    figures = dict(said(tree, "PUBLIC"))
     assert [*figures] == [
         name for name, public in PUBLIC.items() if Version(version).release >= Version(public.since).release
     ]
@@ -329,8 +327,8 @@ def test_megatron_accepts_the_flags_of_public_scripts(parsed, tree):
 
 @pytest.mark.needs(megatron_trees.LACK_ALL)
 @every_tree
-def test_megatron_accepts_the_flags_of_every_recipe(parsed, tree):
-    lines = parsed(tree, "FIGURES")
+def test_megatron_accepts_the_flags_of_every_recipe(tree):
+    lines = said(tree, "FIGURES")
     assert [path for path, _ in lines] == [str(path) for path in RECIPES]
     for path, figures in lines:
         recipe = script_recipe.load(path)

@@ -2,11 +2,12 @@
 
 import pytest
 import training_runs
+from repeats import at_night
 
 pytest.importorskip("megatron.core")
 
 
-@pytest.mark.parametrize("lateness", ["prompt", "late"])
+@pytest.mark.parametrize("lateness", [at_night("prompt"), "late"])
 def test_nothing_of_the_failed_pass_is_kept(tmp_path, lateness):
     recipe, out = training_runs.RECIPES / "tiny_moe_cpu.yaml", tmp_path / "run"
     texts = training_runs.run_with_a_stalled_rank(recipe, out, "cpu", lateness)
