@@ -19,14 +19,21 @@ from gpu_turns import turn
 # Files whose tests take longest: processes that share the tests end together if these come first.
 LONGEST = (
     "test_ctest.py",
-    "test_train_run.py",
-    "test_pretrain.py",
+    "test_one_rank.py",
+    "test_over_networks.py",
     "test_package.py",
-    "test_script_recipe.py",
     "test_loss_curve.py",
     "test_build.py",
-    "test_dispatch_combine.py",
+    "test_default_chunk.py",
+    "test_train_run.py",
+    "test_pretrain.py",
+    "test_script_recipe.py",
     "test_check_network.py",
+    "test_rendezvous.py",
+    "test_compile.py",
+    "test_attention.py",
+    "test_dispatcher.py",
+    "test_dispatch_combine.py",
     "test_binding_threads.py",
 )
 

@@ -66,7 +66,7 @@ void dispatch_too_early(Grid& grid, std::vector<DispatchArgs>& args, uint64_t wa
 
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype, bool any_intra_rank_pass) {
-    with_type(dtype, [&]<class T>() {
+    with_summed_type(dtype, [&]<class T>() {
         const auto kernel = kernels::combine_kernel<T, kWeighted, Combine>;
         if (!any_intra_rank_pass) return grid.launch(kernel, joint);
         grid.launch_beside(kernel, joint, kernels::intra_rank_reduce_kernel<T, kWeighted, Combine>);
@@ -339,7 +339,7 @@ constexpr Program kPrograms[] = {
 #if defined(OVER_QUEUE)
     {"full",
      [] {
-         for (uint64_t seed = 0; seed < 12; ++seed) {
+         for (uint64_t seed = 0; seed < 4; ++seed) {
              for (const int carried_out : {0, 1, 2}) run_full_queue(seed, carried_out);
          }
      },

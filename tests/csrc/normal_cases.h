@@ -12,6 +12,7 @@
 #include "p2p_ranks.h"
 #endif
 #include "launch/cuda/fused_dispatch.h"
+#include "summed_types.h"
 
 // Random calls of the normal mode, and the memory of all of their ranks on one machine. Between the
 // ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
@@ -79,7 +80,7 @@ struct Case {
         const int local_experts = pick(1, 4);
         const int experts = local_experts * topology.world();
         const int topk = pick(1, std::min(6, experts));
-        dtype = static_cast<DType>(pick(0, 3));
+        dtype = summed_type(pick(0, 3));
         const int hidden = std::vector<int>{8, 33, 64, 1, 520, 3584, 4100}[pick(0, 6)];
         const int payload = hidden * static_cast<int>(size_of(dtype));
         format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};

@@ -195,7 +195,7 @@ inline void run_full_queue(uint64_t seed, int carried_out) {
     c.random.seed(seed);
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
-    Grid grid(c, side, 50'000'000);
+    Grid grid(c, side, 300'000'000);
     grid.fabric().stop_cards(carried_out);
     const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
     const int depth = static_cast<int>(joint.fabric.ranks[0].queues.depth);

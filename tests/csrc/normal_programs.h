@@ -18,6 +18,7 @@
 #include "half.h"
 #include "launch/host/roles.h"
 #include "random_moves.h"
+#include "summed_types.h"
 
 namespace ep {
 
@@ -121,7 +122,7 @@ struct NormalProgram {
             calls.push_back(call);
             return add_handle();
         }
-        call.dtype = static_cast<DType>(pick(0, 3));
+        call.dtype = summed_type(pick(0, 3));
         const int topk = handles[call.handle].topk;
         const int scales = kind == Kind::Dispatch && pick(0, 2) == 0 ? pick(1, kMaxScales) : 0;
         call.format = {pick(1, kMaxHidden) * size_of(call.dtype), scales, 4 * pick(0, 2), topk,
@@ -442,7 +443,7 @@ struct NormalProgram {
                 add_intra_rank_pass(part.dispatch, adder(behind));
                 break;
             case Kind::Combine:
-                with_type(call.dtype, [&]<class T>() {
+                with_summed_type(call.dtype, [&]<class T>() {
                     add_combine_roles<T>(part.combine, part.receivers, adder(roles));
                 });
         }

@@ -19,5 +19,5 @@ void tell_while_stopping() {
 
 int main() {
     tell_while_stopping();
-    ep::run_rounds(3'000);
+    ep::run_rounds(1'000);
 }
