@@ -24,7 +24,7 @@ from megatron_ep.fabrics import atomics, choice, gpu, tcp, verbs
 from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines
 from megatron_ep.meeting.codec import Plain
-from megatron_ep.meeting.news import News
+from megatron_ep.meeting.failure_broadcast import FailureBroadcast
 from megatron_ep.meeting.processes import has_ended, process_fate
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.meeting.torch_group import timeout_of
@@ -104,7 +104,7 @@ class DistributedRankGroup(RankGroup):
                 fabric = choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
         self.fabric = fabric.name
         if self.topology.world_size > 1:
-            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
+            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._broadcast(), self.describe)
         if self.rank == 0:
             log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
 
@@ -112,12 +112,12 @@ class DistributedRankGroup(RankGroup):
     def spans_machines(self) -> bool:
         return self._network is not None
 
-    def _news(self) -> News | None:
-        """Returns the failure messages between ranks; None if all ranks share memory, or the store is unavailable."""
+    def _broadcast(self) -> FailureBroadcast | None:
+        """Returns what carries failures between ranks; None if all ranks share memory, or the store is unavailable."""
         if len(self._neighbours) == self.topology.world_size and self.fabric not in choice.NETWORKS:
             return None
         store = self._rendezvous.connection()
-        return None if store is None else News(store, self.topology.world_size)
+        return None if store is None else FailureBroadcast(store, self.topology.world_size)
 
     def reset(self) -> None:
         backend = self.live_backend()

@@ -1,8 +1,5 @@
-"""A thread that monitors the ranks of a buffer.
-
-A waiting role sees only flags. Without the thread it would learn only at its timeout that a peer's process has ended,
-or that a rank of another machine gave up or signed off.
-"""
+"""A thread that watches the other ranks of a buffer, and ends this rank's waits long before their timeout if a peer's
+process has ended, or if a rank of another machine has given up or left. A waiting role itself reads only flags."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.diagnosis import blame, failures
-from megatron_ep.meeting.news import Failure, News
+from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
 from megatron_ep.meeting.processes import process_fate
 
 INTERVAL_S = 0.2
@@ -28,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Watches for one rank, from construction until `stop`. Does not keep the process from ending.
+    """Watches the other ranks for one rank, from construction until `stop`, in a daemon thread.
 
-    backend: of this rank only.
-    processes: of the ranks on this machine, by rank; may change.
-    news: where some ranks are out of reach, which then give up as soon as one has.
-    describe: what those are told of a failure (outcome, rank). A method, whose object is not kept alive.
+    backend: backend of this rank.
+    processes: process ids of the ranks on this machine, by rank; may change.
+    broadcast: carries the first failure between ranks that do not share memory; None: all do.
+    describe: returns the failure of an (outcome, rank) for the broadcast. A method, whose object is not kept alive.
     """
 
     def __init__(
@@ -41,17 +38,17 @@ class Monitor:
         backend: Backend,
         rank: int,
         processes: Mapping[int, int],
-        news: News | None,
+        broadcast: FailureBroadcast | None,
         describe: Callable[[str, int], Failure],
     ):
         self._backend = backend
         self._rank = rank
         self._processes = processes
-        self._news = news
+        self._broadcast = broadcast
         self._describe = weakref.WeakMethod(describe)
         self._looking = threading.RLock()  # a finalizer may run while it is held
         self._is_over = threading.Event()
-        self._has_told = False  # whether a failure was published since the last reset
+        self._has_published = False  # whether a failure was published since the last reset
         self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
         self._thread.start()
         _monitors.add(self)
@@ -59,8 +56,8 @@ class Monitor:
     def stop(self) -> None:
         """Stops the thread. May be called from any thread, also from this one."""
         self._is_over.set()
-        if self._news is not None:
-            self._news.stop()
+        if self._broadcast is not None:
+            self._broadcast.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
 
@@ -69,20 +66,20 @@ class Monitor:
         """Pauses the monitor during a reset, after which earlier failures no longer count on any rank."""
         with self._looking:
             yield
-            self._has_told = False
-            if self._news is not None:
-                self._news.turn_page()
+            self._has_published = False
+            if self._broadcast is not None:
+                self._broadcast.next_epoch()
 
     def first(self, failure: Failure) -> Failure:
         """Returns the failure that all ranks raise: this one, unless another one was first."""
-        if self._news is None or not self._is_everybodys(failure.outcome):
+        if self._broadcast is None or not self._is_everybodys(failure.outcome):
             return failure
-        return self._news.agree(failure)
+        return self._broadcast.agree(failure)
 
     @property
     def heard(self) -> Failure | None:
         """The failure that all ranks raise, if it is known already."""
-        return self._news.first if self._news is not None else None
+        return self._broadcast.first if self._broadcast is not None else None
 
     def _is_everybodys(self, outcome: str) -> bool:
         return outcome in EVERYBODYS and not self._backend.masks
@@ -100,7 +97,7 @@ class Monitor:
         if self._backend.masks:
             return
         if (aborted := self._backend.aborted()) is not None:
-            self._tell(*aborted)
+            self._publish(*aborted)
         elif (heard := self.heard) is not None:
             self._backend.abort(interrupted=False, failed=True, reason=heard.cause)
         else:
@@ -108,16 +105,16 @@ class Monitor:
             self._backend.settle_refusal(fates)
             self._look_at_processes(fates)
 
-    def _tell(self, outcome: str, rank: int) -> None:
+    def _publish(self, outcome: str, rank: int) -> None:
         describe = self._describe()
-        if describe is None or self._has_told or not self._is_everybodys(outcome):
+        if describe is None or self._has_published or not self._is_everybodys(outcome):
             return
-        if self._news is None and not failures.watchers:
+        if self._broadcast is None and not failures.watchers:
             return  # `describe` queries a GPU, so it runs only if its result is used
-        self._has_told = True
+        self._has_published = True
         failure = describe(outcome, rank)
-        if self._news is not None:
-            self._news.publish(failure)
+        if self._broadcast is not None:
+            self._broadcast.publish(failure)
         for watcher in failures.watchers:
             watcher(failure.cause)
 

@@ -32,7 +32,7 @@ from megatron_ep.errors import (
     describe,
     summarize,
 )
-from megatron_ep.meeting.news import Failure
+from megatron_ep.meeting.failure_broadcast import Failure
 from megatron_ep.meeting.processes import OfOneProcess
 
 PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
@@ -114,8 +114,8 @@ class RankGroup(OfOneProcess):
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None
-    _is_left = False  # whether nobody has it any more, and its end was put off
-    _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
+    _is_left = False  # whether it was garbage-collected, and its closing deferred
+    _is_seen = False  # whether the failure since the last reset was raised or logged
 
     def __init__(self) -> None:
         self.number = failures.watch(self)
@@ -321,9 +321,9 @@ class RankGroup(OfOneProcess):
         return self._failure(*aborted)
 
     def abort_peers_on_error(self, backward_of: str = "") -> AbortPeersOnError:
-        """An error inside that only this rank knows of reaches the others too, who would wait for this one.
+        """Returns a context that ends the waits of the other ranks on an error inside that only this rank knows of.
 
-        backward_of: "dispatch" or "combine" if its backward pass is inside, which a timeout names.
+        backward_of: "dispatch" or "combine" if its backward pass is inside, for the error of a timeout.
         """
         return AbortPeersOnError(self, backward_of)
 

@@ -11,12 +11,9 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ep.diagnosis import env
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
 GOODBYE_S = 10.0

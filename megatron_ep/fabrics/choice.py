@@ -1,13 +1,13 @@
 """Chooses the fabric between the ranks of a buffer, and loads the library that it needs.
 
-p2p connects the processes of one machine, which map each other's memory through CUDA IPC; puts between several nodes
-of that machine are copies. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided puts and
+p2p connects the processes of one machine, which map each other's memory through CUDA IPC; puts between several nodes of
+that machine are copies. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided puts and
 signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
-(`news.py`). NVSHMEM connects only one group of ranks in the life of a process. With ibgda, GPUs post to an NVIDIA
-network card themselves (`verbs.py`). With verbs and tcp, a thread of the host sends for the GPUs (`proxied.py`) through
-a network card (`verbs.py`) or over TCP, which needs neither a library nor a card. MEGATRON_EP_FABRIC, equal on all
-ranks, forces a fabric. Otherwise ranks on one machine use p2p, and ranks on several machines use the first of nvshmem,
-nccl, ibgda and verbs that all ranks can use, or else tcp.
+(`failure_broadcast.py`). NVSHMEM connects only one group of ranks in the life of a process. With ibgda, GPUs post to an
+NVIDIA network card themselves (`verbs.py`). With verbs and tcp, a thread of the host sends for the GPUs (`proxied.py`)
+through a network card (`verbs.py`) or over TCP, which needs neither a library nor a card. MEGATRON_EP_FABRIC, equal on
+all ranks, forces a fabric. Otherwise ranks on one machine use p2p, and ranks on several machines use the first of
+nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
 
 Ranks on the host share memory within a machine, and use the first of ibgda, verbs and tcp between machines.
 """

@@ -17,7 +17,7 @@ from waits import within
 import megatron_ep as ep
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.diagnosis.blame import ENDED, RankStatus
-from megatron_ep.meeting.news import Failure, News
+from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
 from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
@@ -102,30 +102,30 @@ def test_it_ends_before_the_network(ranks) -> None:
     ranks.run(run_close_of_a_network)
 
 
-class LateNews:
+class LateBroadcast:
     """That rank 0 failed before a reset."""
 
     first: Failure | None = None
 
-    def turn_page(self) -> None:
+    def next_epoch(self) -> None:
         self.first = None
 
     def stop(self) -> None: ...
 
 
-def run_news_during_a_reset() -> None:
+def run_failure_during_a_reset() -> None:
     """Rank 1 hears of a failure when the others have cleared their memory, and before it clears its own."""
     buffer = ep.Buffer(None, ep.Config(num_experts=W))
-    group, news = buffer._group, LateNews()
+    group, broadcast = buffer._group, LateBroadcast()
     start_anew = group._start_anew
 
     def start_late() -> None:
-        news.first = Failure(0, "failed", "rank 0 failed", "")
+        broadcast.first = Failure(0, "failed", "rank 0 failed", "")
         time.sleep(0.8)
         start_anew()
 
     if buffer.rank == 1:
-        group._monitor._news = news
+        group._monitor._broadcast = broadcast
         group._start_anew = start_late
     buffer.reset()
     assert not within(0.5, lambda: buffer._group.live_backend().aborted())
@@ -133,7 +133,7 @@ def run_news_during_a_reset() -> None:
 
 
 def test_what_was_heard_of_before_a_reset_is_nothing_to_those_that_have_reset(ranks) -> None:
-    ranks.run(run_news_during_a_reset)
+    ranks.run(run_failure_during_a_reset)
 
 
 # ---- what it tells, and what it does when it hears
@@ -170,10 +170,10 @@ def pair():
     """Two ranks that share a store alone: the backend of one, and what the other one hears."""
     store, owner, made = dist.HashStore(), Owner(), []
 
-    def make(**settings: bool) -> tuple[Backend, Monitor, News]:
+    def make(**settings: bool) -> tuple[Backend, Monitor, FailureBroadcast]:
         backend = Backend(**settings)
-        monitor = Monitor(backend, 0, {}, News(store, 2), owner.describe)
-        made.extend([monitor, News(store, 2)])
+        monitor = Monitor(backend, 0, {}, FailureBroadcast(store, 2), owner.describe)
+        made.extend([monitor, FailureBroadcast(store, 2)])
         return backend, *made[-2:]
 
     yield make
@@ -215,7 +215,7 @@ def test_a_failure_is_told_though_nobody_asks(pair) -> None:
     assert monitor.heard == other.first and backend.reasons == []
     with monitor.resetting():
         backend.failed = None
-    other.turn_page()
+    other.next_epoch()
     assert not within(0.6, lambda: other.first or monitor.heard or backend.failed)
     backend.failed = ("failed", 0)
     assert within(2, lambda: other.first) and other.first.cause == "rank 0: failed"

@@ -25,8 +25,8 @@ import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON
-from megatron_ep.meeting import codec, news
-from megatron_ep.meeting.news import Failure, News
+from megatron_ep.meeting import codec, failure_broadcast
+from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
 from megatron_ep.meeting.processes import process_fate
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -181,7 +181,7 @@ def test_a_rank_is_stopped(launcher) -> None:
     check(ended, ended[0][0], f"rank 1 timed out first, after 4 s: {root}", 2.5)
 
 
-# ---- the news alone
+# ---- the broadcast alone
 
 
 class Slow:
@@ -200,40 +200,40 @@ class Slow:
 
 
 @pytest.fixture
-def pages():
-    """News of so many ranks over a store."""
-    made: list[News] = []
+def broadcasts():
+    """Broadcasts of so many ranks over a store."""
+    made: list[FailureBroadcast] = []
 
-    def make(store: object, ranks: int = 2) -> list[News]:
-        made.extend(News(store, ranks) for _ in range(ranks))
+    def make(store: object, ranks: int = 2) -> list[FailureBroadcast]:
+        made.extend(FailureBroadcast(store, ranks) for _ in range(ranks))
         return made[-ranks:]
 
     yield make
-    for page in made:
-        page.stop()
+    for each in made:
+        each.stop()
 
 
-def test_the_first_failure_is_everybodys(pages) -> None:
-    ranks = pages(dist.HashStore(), 3)
+def test_the_first_failure_is_everybodys(broadcasts) -> None:
+    ranks = broadcasts(dist.HashStore(), 3)
     other = dataclasses.replace(SAID, rank=1, cause="rank 1 failed")
     assert ranks[0].agree(SAID) == SAID and ranks[1].agree(other) == SAID and ranks[1].agree(other) == SAID
     assert within(2, lambda: ranks[2].first == SAID)
     for rank in ranks:
-        rank.turn_page()
+        rank.next_epoch()
     assert not any(rank.first or rank.has_own for rank in ranks)
     assert ranks[1].agree(other) == other and within(2, lambda: ranks[0].first == ranks[2].first == other)
 
 
-def test_a_store_that_does_not_answer_holds_up_nobody(pages) -> None:
+def test_a_store_that_does_not_answer_holds_up_nobody(broadcasts) -> None:
     store = Slow()
-    (rank,) = pages(store, 1)
+    (rank,) = broadcasts(store, 1)
     assert within(2, lambda: store.asked == 1)
     started = time.monotonic()
     assert rank.agree(SAID) == SAID
     assert 0.9 < time.monotonic() - started < 20
-    with mock.patch.object(news, "ANSWER_S", 60):  # nobody waits for it a second time
+    with mock.patch.object(failure_broadcast, "ANSWER_S", 60):  # nobody waits for it a second time
         assert rank.agree(SAID) == SAID and rank.first is None
-    rank.turn_page()
+    rank.next_epoch()
     rank.stop()
     assert time.monotonic() - started < 20
     store.is_let_go.set()
@@ -241,26 +241,26 @@ def test_a_store_that_does_not_answer_holds_up_nobody(pages) -> None:
 
 
 @pytest.mark.parametrize("value", [b"{not JSON", b"[]", b"null", pickle.dumps(SAID), b'{"rank": 1}'])
-def test_news_that_no_rank_has_told_are_none(pages, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_no_rank_has_written_is_none(broadcasts, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
-    store.set("news/0", value)
-    heard, tells = pages(store)
+    store.set("first failure/0", value)
+    heard, tells = broadcasts(store)
     assert (
         within(2, lambda: len(caplog.records) == 2) and "a report of a failure that no rank has written" in caplog.text
     )
     assert tells.agree(SAID) == SAID and heard.first is None
 
 
-def test_news_are_bounded_text(pages) -> None:
+def test_a_failure_is_bounded_text(broadcasts) -> None:
     store = dist.HashStore()
-    store.set("news/0", codec.encode(dataclasses.replace(SAID, cause="\x1b[2J" + "x" * 500_000)).decode())
-    (rank,) = pages(store, 1)
+    store.set("first failure/0", codec.encode(dataclasses.replace(SAID, cause="\x1b[2J" + "x" * 500_000)).decode())
+    (rank,) = broadcasts(store, 1)
     assert within(2, lambda: rank.first is not None)
     assert rank.first.cause.startswith("?[2Jxxx") and len(rank.first.cause) < 5000
 
 
 def test_with_many_ranks_each_looks_less_often() -> None:
-    few, many = (News(dist.HashStore(), ranks) for ranks in (8, 4096))
-    assert few._interval == news.INTERVAL_S and many._interval == pytest.approx(1.0, abs=0.1)
+    few, many = (FailureBroadcast(dist.HashStore(), ranks) for ranks in (8, 4096))
+    assert few._interval == failure_broadcast.INTERVAL_S and many._interval == pytest.approx(1.0, abs=0.1)
     few.stop()
     many.stop()

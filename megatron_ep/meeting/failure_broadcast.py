@@ -38,21 +38,21 @@ class Failure:
     incident: str
 
 
-class News:
+class FailureBroadcast:
     """The failure messages of a buffer's ranks between two resets. Only `agree` waits for the store."""
 
     def __init__(self, store: dist.Store, world_size: int):
         self._store = store
         self._interval = max(INTERVAL_S, world_size / MAX_READERS)
         self._lock = threading.Lock()  # guards the attributes below
-        self._page = 0
+        self._epoch = 0
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._is_known = threading.Event()
         self._is_awaited = True  # False once the store has not answered in time
         self._is_over = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="megatron_ep news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="megatron_ep failures", daemon=True)
         self._thread.start()
 
     @property
@@ -80,10 +80,10 @@ class News:
             self._is_awaited = False
         return self._first or failure
 
-    def turn_page(self) -> None:
+    def next_epoch(self) -> None:
         """Starts a new epoch at a reset, on all ranks: earlier failures no longer count."""
         with self._lock:
-            self._page += 1
+            self._epoch += 1
             self._own = self._first = None
             self._is_known.clear()
 
@@ -108,13 +108,13 @@ class News:
                 )
                 return
             except Exception as error:
-                log.debug("no more news of other ranks: %s", error)
+                log.debug("failures of other ranks are no longer received: %s", error)
                 return
 
     def _look(self) -> None:
         with self._lock:
-            page, own, first = self._page, self._own, self._first
-        key = f"news/{page}"
+            epoch, own, first = self._epoch, self._own, self._first
+        key = f"first failure/{epoch}"
         if first is not None:
             return
         if own is not None:
@@ -126,6 +126,6 @@ class News:
         told = codec.decode(data, Failure)
         shown = Failure(told.rank, *(codec.readable(text) for text in (told.outcome, told.cause, told.incident)))
         with self._lock:
-            if page == self._page:
+            if epoch == self._epoch:
                 self._first = shown
                 self._is_known.set()
