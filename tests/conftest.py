@@ -40,6 +40,13 @@ LONGEST = (
 torch.set_num_threads(1)  # the tensors are small: threads of torch's own would mostly wait for each other
 
 
+@pytest.fixture(scope="module")
+def ranks(request):
+    """As many processes as the file's `W` says, which stay up for its tests. `run` bounds every test."""
+    with LocalRanks(request.module.W, timeout=300.0) as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="session")
 def four_started_ranks():
     """Processes that stay up: starting Megatron in each takes seconds. `run` bounds every test."""

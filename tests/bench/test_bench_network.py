@@ -13,16 +13,9 @@ from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.bench import layer
 from megatron_ep.tools.bench.plain_tcp import PlainTcp
 from megatron_ep.tools.bench.report import Report
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 CASE = layer.Case(W, 1, "bf16", tokens=40, hidden=16, topk=2, experts=6)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 150) as ranks:
-        yield ranks
 
 
 def run_with_one_that_has_gone() -> list[str]:

@@ -18,15 +18,8 @@ import megatron_ep as ep
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.diagnosis.blame import ENDED, RankStatus
 from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 60) as ranks:
-        yield ranks
 
 
 def monitors() -> int:

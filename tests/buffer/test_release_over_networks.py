@@ -9,15 +9,8 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep.buffer import release
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 class Library:

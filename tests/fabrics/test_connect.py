@@ -24,12 +24,6 @@ W = 3
 BYTES = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
-
-
 def rendezvous_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0) -> StoreRendezvous:
     return StoreRendezvous(GROUPS[members], timedelta(seconds=seconds))
 

@@ -6,16 +6,9 @@ import torch
 import megatron_ep as ep
 from megatron_ep import reference
 from megatron_ep.normal import plan
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 2
 FEW, MANY = 300, 1500  # rows for rank 0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def inputs(rows_for_rank_0, seed, hidden=1032):

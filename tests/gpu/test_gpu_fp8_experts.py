@@ -7,20 +7,12 @@ import pytest
 import torch
 from left_out import missing
 
-from megatron_ep.tools.local_ranks import LocalRanks
-
 LACK = missing("megatron.core", "transformer_engine")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 W, ALIGNMENT = (4 if torch.cuda.device_count() >= 4 else 2), 16
 HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
 ROUTER_PADS = {"moe_router_padding_for_quantization": True}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 240) as ranks:
-        yield ranks
 
 
 def make_layer(ours, **options):

@@ -7,18 +7,10 @@ import pytest
 import torch
 from left_out import missing
 
-from megatron_ep.tools.local_ranks import LocalRanks
-
 LACK = missing("megatron.core")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 W, BATCH, NEW, MOST = 2, 4, 8, "moe_low_latency_max_tokens"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 180) as ranks:
-        yield ranks
 
 
 def prompts():

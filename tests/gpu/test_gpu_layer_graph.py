@@ -7,18 +7,10 @@ import pytest
 import torch
 from left_out import missing
 
-from megatron_ep.tools.local_ranks import LocalRanks
-
 LACK = missing("megatron.core")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 W, T, FACTOR = 2, 96, "moe_expert_rank_capacity_factor"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 180) as ranks:
-        yield ranks
 
 
 def configure(**settings):

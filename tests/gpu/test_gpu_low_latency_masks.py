@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W, E, K, H, MAX = 4, 8, 3, 520, 40
 
@@ -51,12 +50,6 @@ def test_in_a_graph():
                 choices = (kept[rank] >= 0).sum(dim=1, keepdim=True)
                 assert torch.equal(y[rank].cpu(), choices * x[rank].cpu())
         cluster.synchronize()
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -8,15 +8,8 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W, E, K, H, MAX = 4, 8, 3, 520, 40
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def make(spread, timeout=10.0):

@@ -8,17 +8,10 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 TOKENS = (5, 0, 17, 64)  # of each rank
 TIMEOUT = 10.0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def make_buffer(nodes, timeout=TIMEOUT, world=W, **settings):

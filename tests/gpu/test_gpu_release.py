@@ -12,16 +12,9 @@ from test_gpu_processes import make_buffer, round_trips
 
 import megatron_ep as ep
 from megatron_ep.fabrics import choice
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 4
 HIDDEN, TOPK, MAX = 2048, 3, 64
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 240) as ranks:
-        yield ranks
 
 
 def make_low_latency(buffer):

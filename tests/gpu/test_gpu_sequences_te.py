@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from left_out import missing
 
-from megatron_ep.tools.local_ranks import LocalRanks
-
 W = 2
 LACK = missing("megatron.core", "transformer_engine") or (None if torch.cuda.device_count() >= W else "a second GPU")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is missing")
@@ -15,12 +13,6 @@ pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is missing")
 # Rank 0 has most attention to compute: of its longest document it gives the end.
 LENGTHS = ([2500, 36, 512], [300, 7, 640, 1000, 101])
 VOCABULARY = 256
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 300) as ranks:
-        yield ranks
 
 
 def make_config(**options):

@@ -11,16 +11,9 @@ import what_was_sent
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W, EXPERTS, HIDDEN, MAX_TOKENS = 4, 8, 5, 20
 TIMEOUT = 2.5
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def make(nodes=2, timeout=TIMEOUT, **options):

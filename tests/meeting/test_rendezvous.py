@@ -20,16 +20,9 @@ import megatron_ep as ep
 from megatron_ep.fabrics.tcp import Listening
 from megatron_ep.meeting import codec, place, processes
 from megatron_ep.meeting.rendezvous import PIECE_BYTES, RankEndedError, StoreRendezvous, agreed_name
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W = 3
 PATIENCE = 1.0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def meet(seconds: float = 60.0) -> StoreRendezvous:

@@ -25,18 +25,10 @@ from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import ROUNDS_SCORES, EPTopKRouter, fused_router
 from megatron_ep.router.api import grouped_topk
-from megatron_ep.tools.local_ranks import LocalRanks
 
 pytestmark = pytest.mark.numerical
 
 W = 2
-TIMEOUT = 60.0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, TIMEOUT) as ranks:
-        yield ranks
 
 
 # ---- functions

@@ -15,13 +15,6 @@ from repeats import at_night
 from waits import patience
 
 import megatron_ep as ep
-from megatron_ep.tools.local_ranks import LocalRanks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def check_bits(buffer, expected) -> None:

@@ -29,13 +29,6 @@ from megatron_ep.diagnosis.disagreement import what_ranks_sent
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, tcp
 from megatron_ep.megatron import shared_buffers
-from megatron_ep.tools.local_ranks import LocalRanks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def run_readmit() -> None:

@@ -18,13 +18,6 @@ import megatron_ep as ep
 from megatron_ep import reference
 from megatron_ep.buffer.host import HostBackend
 from megatron_ep.meeting.nodes import VARIABLE
-from megatron_ep.tools.local_ranks import LocalRanks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def run_one_interrupted():

@@ -21,16 +21,9 @@ from megatron_ep import reference
 from megatron_ep.buffer import distributed, release
 from megatron_ep.buffer.host import HostBackend
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.tools.local_ranks import LocalRanks
 
 W, E, K, H, T = 3, 6, 2, 16, 8
 PATIENCE_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 120) as ranks:
-        yield ranks
 
 
 def make(timeout=10.0):
