@@ -1,8 +1,8 @@
 """Dispatch and combine as operators of torch.library, which `torch.compile` puts into a graph.
 
 Operators take and return only tensors and numbers: a buffer is passed as its number, and a handle as its layout and the
-two tables that dispatch fills. The compiler knows sizes that max_recv_tokens or expert_capacity fixes; others depend on
-data.
+two tables that dispatch fills, in one list of all ranks' layouts, dst_rows and rail_experts. The compiler knows sizes
+that max_recv_tokens or expert_capacity fixes; others depend on data.
 
 Lists have one entry per rank of this process, and are empty for arguments that are not given. backward_of: see
 `RankGroup.abort_peers_on_error`.
@@ -25,12 +25,14 @@ from megatron_ep.normal import autograd, launches
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
+Tensors = list[Tensor]
+
 ANY_STREAM = -1  # stream of a handle's tables that no launch is on, so that every launch keeps them
 
 _LIBRARY = torch.library.Library("megatron_ep", "FRAGMENT")
 
 
-def _operator(schema: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
+def _operator(schema: str) -> Callable[[Callable[..., Tensors]], Any]:
     """Registers a function as the operator of this schema, which is the result. `torch.library.custom_op` would check
     in each call that no output is an input.
 
@@ -38,7 +40,7 @@ def _operator(schema: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
     are unused, merge equal ones, and reorder independent ones by tensor sizes, which differ between ranks.
     """
 
-    def register(run: Callable[..., list[Tensor]]) -> Any:
+    def register(run: Callable[..., Tensors]) -> Any:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -49,7 +51,7 @@ def _operator(schema: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
     return register
 
 
-def _fake(name: str) -> Callable[[Callable[..., list[Tensor]]], Any]:
+def _fake(name: str) -> Callable[[Callable[..., Tensors]], Any]:
     """Registers what the compiler runs in place of an operator."""
     return torch.library.register_fake(f"megatron_ep::{name}", lib=_LIBRARY)
 
@@ -62,16 +64,11 @@ def _group(number: int) -> RankGroup:
 
 
 def _handle(
-    group: RankGroup,
-    num_tokens: Sequence[int],
-    rows: Sequence[int],
-    counts: Sequence[Tensor],
-    layouts: Sequence[Tensor],
-    dst_rows: Sequence[Tensor],
-    rails: Sequence[Tensor],
+    group: RankGroup, num_tokens: Sequence[int], rows: Sequence[int], tables: Tensors, counts: Tensors | None = None
 ) -> Handle:
-    """Builds a handle from its tensors. counts: tokens_per_expert, or any tensors if they are not read."""
-    topk = dst_rows[0].shape[1]
+    """Builds a handle from its tensors. counts: tokens_per_expert; None if they are not read."""
+    layouts, dst_rows, rails = _parts(tables, len(rows))
+    counts, topk = counts or layouts, dst_rows[0].shape[1]
     ranks = [
         RankHandle(
             topk,
@@ -96,17 +93,17 @@ def _handle(
     "int expert_capacity, SymInt max_recv_tokens, bool clears_end) -> Tensor[]",
 )
 def dispatch_op(
-    x: list[Tensor],
-    topk_idx: list[Tensor],
-    weights: list[Tensor],
-    scales: list[Tensor],
+    x: Tensors,
+    topk_idx: Tensors,
+    weights: Tensors,
+    scales: Tensors,
     buffer: int,
     expert_alignment: int,
     expert_capacity: int,
     max_recv_tokens: int,
     clears_end: bool,
-) -> list[Tensor]:
-    """Returns rows, their weights and scales, counts, layouts, dst_rows, rails. max_recv_tokens: 0 for none."""
+) -> Tensors:
+    """Returns rows, their weights and scales, counts and tables. max_recv_tokens: 0 for none."""
     group = _group(buffer)
     launches.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
@@ -116,30 +113,22 @@ def dispatch_op(
         out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
-    ranks = handle.ranks
-    return [
-        *out,
-        *(out_weights or ()),
-        *(out_scales or ()),
-        *(rank.tokens_per_expert for rank in ranks),
-        *(rank.layout for rank in ranks),
-        *(rank.dst_rows for rank in ranks),
-        *(rank.rail_experts for rank in ranks),
-    ]
+    counts = [rank.tokens_per_expert for rank in handle.ranks]
+    return [*out, *(out_weights or ()), *(out_scales or ()), *counts, *_tables_of(handle)]
 
 
 @_fake("dispatch")
 def _(
-    x: list[Tensor],
-    topk_idx: list[Tensor],
-    weights: list[Tensor],
-    scales: list[Tensor],
+    x: Tensors,
+    topk_idx: Tensors,
+    weights: Tensors,
+    scales: Tensors,
     buffer: int,
     expert_alignment: int,
     expert_capacity: int,
     max_recv_tokens: int,
     clears_end: bool,
-) -> list[Tensor]:
+) -> Tensors:
     group, context = _group(buffer), torch.library.get_ctx()
     topk, is_fixed = topk_idx[0].shape[1], not (isinstance(max_recv_tokens, int) and max_recv_tokens == 0)
     counts, layouts, dst_rows, rails = [], [], [], []
@@ -168,7 +157,7 @@ def _(
     return [*_fake_rows(x, weights, scales, rows), *counts, *layouts, *dst_rows, *rails]
 
 
-def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], rows: Sequence[int]) -> list[Tensor]:
+def _fake_rows(x: Tensors, weights: Tensors, scales: Tensors, rows: Sequence[int]) -> Tensors:
     return [
         *(t.new_empty(count, t.shape[1]) for t, count in zip(x, rows, strict=True)),
         *(t.new_empty(count) for t, count in zip(weights, rows[: len(weights)], strict=True)),
@@ -177,26 +166,24 @@ def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], row
 
 
 @_operator(
-    "dispatch_again(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] dst_rows, "
-    "Tensor[] rails, int buffer, SymInt[] rows, bool clears_end, str backward_of) -> Tensor[]",
+    "dispatch_again(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] tables, int buffer, SymInt[] rows, "
+    "bool clears_end, str backward_of) -> Tensor[]",
 )
 def dispatch_again_op(
-    x: list[Tensor],
-    weights: list[Tensor],
-    scales: list[Tensor],
-    layouts: list[Tensor],
-    dst_rows: list[Tensor],
-    rails: list[Tensor],
+    x: Tensors,
+    weights: Tensors,
+    scales: Tensors,
+    tables: Tensors,
     buffer: int,
     rows: Sequence[int],
     clears_end: bool,
     backward_of: str,
-) -> list[Tensor]:
+) -> Tensors:
     """Dispatches with the layout of an earlier dispatch. Returns rows, their weights and scales."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
-        handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, dst_rows, rails)
+        handle = _handle(group, [t.shape[0] for t in x], rows, tables)
         out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
@@ -205,16 +192,8 @@ def dispatch_again_op(
 
 @_fake("dispatch_again")
 def _(
-    x: list[Tensor],
-    weights: list[Tensor],
-    scales: list[Tensor],
-    layouts: list[Tensor],
-    dst_rows: list[Tensor],
-    rails: list[Tensor],
-    buffer: int,
-    rows: Sequence[int],
-    *_: Any,
-) -> list[Tensor]:
+    x: Tensors, weights: Tensors, scales: Tensors, tables: Tensors, buffer: int, rows: Sequence[int], *_: Any
+) -> Tensors:
     return _fake_rows(x, weights, scales, rows)
 
 
@@ -222,42 +201,32 @@ def _(
 
 
 @_operator(
-    "combine(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] dst_rows, "
-    "Tensor[] rails, int buffer, SymInt[] num_tokens, str backward_of) -> Tensor[]",
+    "combine(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] tables, int buffer, SymInt[] num_tokens, "
+    "str backward_of) -> Tensor[]",
 )
 def combine_op(
-    x: list[Tensor],
-    weights: list[Tensor],
-    row_weights: list[Tensor],
-    layouts: list[Tensor],
-    dst_rows: list[Tensor],
-    rails: list[Tensor],
+    x: Tensors,
+    weights: Tensors,
+    row_weights: Tensors,
+    tables: Tensors,
     buffer: int,
     num_tokens: Sequence[int],
     backward_of: str,
-) -> list[Tensor]:
+) -> Tensors:
     """Combines x. Returns sums [T, H], and weights [T, K] if weights [R] are given; row_weights [R] multiply x."""
     group = _group(buffer)
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
-        handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, dst_rows, rails)
+        handle = _handle(group, num_tokens, [t.shape[0] for t in x], tables)
         out, out_weights = launches.launch_combine(handle, x, weights or None, row_weights or None)
     return [*out, *(out_weights or ())]
 
 
 @_fake("combine")
 def _(
-    x: list[Tensor],
-    weights: list[Tensor],
-    row_weights: list[Tensor],
-    layouts: list[Tensor],
-    dst_rows: list[Tensor],
-    rails: list[Tensor],
-    buffer: int,
-    num_tokens: Sequence[int],
-    *_: Any,
-) -> list[Tensor]:
-    topk = dst_rows[0].shape[1]
+    x: Tensors, weights: Tensors, row_weights: Tensors, tables: Tensors, buffer: int, num_tokens: Sequence[int], *_: Any
+) -> Tensors:
+    topk = tables[len(x)].shape[1]  # dst_rows
     return [
         *(t.new_empty(tokens, t.shape[1]) for t, tokens in zip(x, num_tokens, strict=True)),
         *(t.new_empty(tokens, topk) for t, tokens in zip(weights, num_tokens[: len(weights)], strict=True)),
@@ -267,12 +236,12 @@ def _(
 # ---- gradients: a dispatch's is a combine, a combine's is a dispatch
 
 
-def _keep(ctx: Any, x: list[Tensor], weights: list[Tensor], buffer: int, tables: Sequence[Tensor]) -> None:
+def _keep(ctx: Any, x: Tensors, weights: Tensors, buffer: int, tables: Sequence[Tensor]) -> None:
     ctx.buffer, ctx.has_weights, ctx.sizes = buffer, bool(weights), [t.shape[0] for t in x]
     ctx.save_for_backward(*tables)
 
 
-def _parts(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+def _parts(tensors: Sequence[Tensor], count: int) -> list[Tensors]:
     return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]
 
 
@@ -281,51 +250,50 @@ def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]
     n = len(ctx.sizes)
     rows = list(map(autograd.empty_rows if ctx.is_float8 else autograd.in_memory, grads[:n]))
     weights = [autograd.in_memory(grad) for grad in grads[n : 2 * n]] if ctx.has_weights else []
-    back = combine_op(rows, weights, [], *_parts(ctx.saved_tensors, n), ctx.buffer, ctx.sizes, "dispatch")
+    back = combine_op(rows, weights, [], list(ctx.saved_tensors), ctx.buffer, ctx.sizes, "dispatch")
     return ([None] * n if ctx.is_float8 else back[:n]), back[n:]
 
 
-def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     x, _, weights, scales, buffer, *_ = inputs
     _keep(ctx, x, weights, buffer, output[len(output) - 3 * len(x) :])
     ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
 
 
-def _dispatch_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _dispatch_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
     x, weights = _bring_back(ctx, grads)
     return x, [None] * len(x), weights, [None] * ctx.num_scales, None, None, None, None, None
 
 
-def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, scales, layouts, dst_rows, rails, buffer, *_ = inputs
-    _keep(ctx, x, weights, buffer, (*layouts, *dst_rows, *rails))
+def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    x, weights, scales, tables, buffer, *_ = inputs
+    _keep(ctx, x, weights, buffer, tables)
     ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
 
 
-def _dispatch_again_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _dispatch_again_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
     x, weights = _bring_back(ctx, grads)
-    none = [None] * len(x)
-    return x, weights, [None] * ctx.num_scales, none, none, none, None, None, None, None
+    return x, weights, [None] * ctx.num_scales, [None] * (3 * len(x)), None, None, None, None
 
 
-def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, row_weights, layouts, dst_rows, rails, buffer, *_ = inputs
+def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    x, weights, row_weights, tables, buffer, *_ = inputs
     kept = (*x, *row_weights) if row_weights else ()
-    _keep(ctx, x, weights, buffer, (*layouts, *dst_rows, *rails, *kept))
+    _keep(ctx, x, weights, buffer, (*tables, *kept))
 
 
-def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    n, topk = len(ctx.sizes), ctx.saved_tensors[len(ctx.sizes)].shape[1]
-    layouts, dst_rows, rails, *kept = _parts(ctx.saved_tensors, n)
-    grads, none = list(map(autograd.in_memory, grads)), [None] * n
+def _combine_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
+    n = len(ctx.sizes)
+    tables, kept = list(ctx.saved_tensors[: 3 * n]), _parts(ctx.saved_tensors[3 * n :], n)
+    grads, topk = list(map(autograd.in_memory, grads)), tables[n].shape[1]
     beside = [autograd.row_marks(grad, topk) for grad in grads] if kept else grads[n:]
-    back = dispatch_again_op(grads[:n], beside, [], layouts, dst_rows, rails, ctx.buffer, ctx.sizes, True, "combine")
+    back = dispatch_again_op(grads[:n], beside, [], tables, ctx.buffer, ctx.sizes, True, "combine")
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
         given = list(zip(*kept, rows, (mark != 0 for mark in weights), strict=True))
         rows = [launches.gradient_of_rows(*part) for part in given]
         row_weights, weights = [launches.gradient_of_weights(*part) for part in given], []
-    return rows, weights, row_weights, none, none, none, None, None, None
+    return rows, weights, row_weights, [None] * (3 * n), None, None, None
 
 
 for _name, _backward, _setup in (
@@ -346,13 +314,13 @@ def traced_dispatch(
     weights: Sequence[Tensor] | None,
     *,
     clears_end: bool,
-) -> tuple[list[Tensor], Handle]:
+) -> tuple[Tensors, Handle]:
     """Dispatches like `autograd.differentiable_dispatch` by operators; also returns the handle with its tensors."""
     n, number, request = len(x), handle.group.number, handle.request
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
         rows = [rank.rows for rank in handle.ranks]
-        return dispatch_again_op(list(x), *beside, *_tables_of(handle), number, rows, clears_end, ""), handle
+        return dispatch_again_op(list(x), *beside, _tables_of(handle), number, rows, clears_end, ""), handle
     out = dispatch_op(
         list(x),
         list(handle.topk_idx),
@@ -363,19 +331,21 @@ def traced_dispatch(
         request.max_recv_tokens or 0,
         clears_end,
     )
-    *_, counts, layouts, dst_rows, rails = _parts(out, n)
-    made = _handle(
-        handle.group, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, dst_rows, rails
-    )
-    return out[: len(out) - 4 * n], made
+    num_tokens, rows = [t.shape[0] for t in x], [t.shape[0] for t in out[:n]]
+    made = _handle(handle.group, num_tokens, rows, out[-3 * n :], out[-4 * n : -3 * n])
+    return out[: -4 * n], made
 
 
-def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
+def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> Tensors:
     """Combines like `autograd.differentiable_combine`, or with row_weights like `autograd.WeightedCombineFunction`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
-    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens, "")
+    return combine_op(list(x), [], list(row_weights or ()), _tables_of(handle), handle.group.number, num_tokens, "")
 
 
-def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _tables_of(handle: Handle) -> Tensors:
     ranks = handle.ranks
-    return [rank.layout for rank in ranks], [rank.dst_rows for rank in ranks], [rank.rail_experts for rank in ranks]
+    return [
+        *(rank.layout for rank in ranks),
+        *(rank.dst_rows for rank in ranks),
+        *(rank.rail_experts for rank in ranks),
+    ]

@@ -172,13 +172,13 @@ def test_the_operators_are_what_they_say():
         torch.library.opcheck(operators.dispatch_op, (x, ids, weights, [], number, 1, 0, 40, True), test_utils=utils)
         with torch.no_grad():
             out = operators.dispatch_op(x, ids, weights, [], number, 1, 0, 40, True)
-        tables = (out[6:8], out[8:10], out[10:12])
+        tables = out[6:12]
         rows = [row.requires_grad_() for row in out[:2]]
         probs = [prob.requires_grad_() for prob in out[2:4]]
         sizes = [len(row) for row in rows]
         tokens = [len(row) for row in x]
         torch.library.opcheck(
-            operators.dispatch_again_op, (x, weights, [], *tables, number, sizes, True, ""), test_utils=utils
+            operators.dispatch_again_op, (x, weights, [], tables, number, sizes, True, ""), test_utils=utils
         )
-        torch.library.opcheck(operators.combine_op, (rows, probs, [], *tables, number, tokens, ""), test_utils=utils)
-        torch.library.opcheck(operators.combine_op, (rows, [], probs, *tables, number, tokens, ""), test_utils=utils)
+        torch.library.opcheck(operators.combine_op, (rows, probs, [], tables, number, tokens, ""), test_utils=utils)
+        torch.library.opcheck(operators.combine_op, (rows, [], probs, tables, number, tokens, ""), test_utils=utils)
