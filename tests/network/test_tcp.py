@@ -399,6 +399,16 @@ def own_address(monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, "127.0.0.1")
 
 
+def join_both(listeners, told) -> dict:
+    made: dict = {}
+    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
 def test_strangers_are_turned_away_and_keep_nobody_out():
     listeners, told = listening()
     address = (told[0].host, told[0].port)
@@ -413,12 +423,7 @@ def test_strangers_are_turned_away_and_keep_nobody_out():
             version, rank = (99, 1) if number % 8 == 2 else (tcp.VERSION, 2)
             stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, version, rank, told[0].tokens[1]))
         # and ten who say nothing
-    made: dict = {}
-    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = join_both(listeners, told)
     assert made[0].keys() == {1} and made[1].keys() == {0}
     first, second = made[0][1], made[1][0]
     for connection in (first, second):
@@ -474,16 +479,6 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
     assert not made and len(closed) == len(strangers) == 100, "long before their words were complete"
     for connection in (*strangers, *listeners):
         connection.close()
-
-
-def join_both(listeners, told) -> dict:
-    made: dict = {}
-    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
 
 
 def test_of_many_strangers_the_first_to_come_is_turned_away(monkeypatch):

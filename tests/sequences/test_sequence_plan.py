@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ep.sequences.plan import SequencePlan, Shard, shards_of_distca
 
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 
 
 @st.composite
