@@ -2,6 +2,7 @@
 The machines are this one, under several names, and the cards those of tests/csrc/fake_ibverbs.cpp."""
 
 import errno
+import os
 import time
 from unittest import mock
 
@@ -78,6 +79,40 @@ def run_closed_early() -> None:
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_a_rank_that_has_done_its_part_may_close_its_buffer(over, fabric):
     over(fabric, run_closed_early)
+
+
+def run_one_after_another() -> None:
+    """Buffers that are closed, released, closed after a reset or after a failure, and left to the garbage collector."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def use(end: str) -> None:
+        buffer = buffer_of(30)
+        mode = ep.LowLatency(buffer, max_tokens=8, hidden=16, topk=2, dtype=torch.float32)
+        rows, received = ep.dispatch(X, IDS, buffer=buffer), mode.dispatch(X, IDS)
+        ep.combine(rows.x, rows.handle)
+        mode.combine(received.x, received.handle)
+        if end == "failure":
+            dist.barrier()
+            buffer.abort("enough")
+        if end == "reset":
+            buffer.reset()
+        if end != "garbage":
+            (buffer.release if end == "release" else buffer.close)()
+
+    before = (0, 0)
+    for _ in range(2):
+        for end in ("close", "release", "reset", "failure", "garbage"):
+            use(end)
+            dist.barrier()
+        before = before if any(before) else held()
+    assert within(10, lambda: held() <= before), (before, held())
+
+
+@pytest.mark.parametrize("fabric", ["", "ibgda"])
+def test_buffers_leave_no_descriptor_and_no_thread(over, fabric):
+    over(fabric, run_one_after_another)
 
 
 # ---- over cards
