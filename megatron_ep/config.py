@@ -156,6 +156,9 @@ class Config:
         group 100.
     row_bytes: bytes of the largest row that will travel, H times the size of an element. Rings whose size is None then
         hold at least four such rows. None, or less: 14 KiB, H = 7168 in bf16.
+    max_tokens: a promise that no rank dispatches more tokens in a call, unless the call has a `max_tokens` of its own;
+        at most 1024. Dispatches with few tokens then take less time: see docs/tuning.md. Needs memory that grows with
+        it and with the number of ranks. None: no promise.
     tuning: sizes of rings and chunks.
 
     Raises ValueError for values out of range, TypeError for an unknown name.
@@ -165,6 +168,7 @@ class Config:
     num_sms: int | None = field(default=None, kw_only=True)
     timeout: float | None = field(default=None, kw_only=True)
     row_bytes: int | None = field(default=None, kw_only=True)
+    max_tokens: int | None = field(default=None, kw_only=True)
     tuning: Tuning = field(default=Tuning(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -173,6 +177,8 @@ class Config:
             require_int("Config.num_sms", self.num_sms, 1, MAX_CHANNELS)
         if self.row_bytes is not None:
             require_int("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
+        if self.max_tokens is not None:
+            require_int("Config.max_tokens", self.max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
         if self.timeout is not None:
             require_timeout("Config.timeout", self.timeout)
         require_type("Config.tuning", self.tuning, Tuning)
@@ -205,4 +211,4 @@ class Config:
 
 # Names of the settings of a Config that are keys of recipes and flags of commands.
 SETTING_NAMES = ("num_sms", "timeout", "row_bytes")
-assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for each in fields(Config)}
+assert {"num_experts", "max_tokens", "tuning", *SETTING_NAMES} == {each.name for each in fields(Config)}

@@ -90,7 +90,10 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_generate_tests(metafunc):
-    """A test with an argument `device` runs on the host and on a GPU, where there is one."""
+    """A test with an argument `device` runs on the host and on a GPU, where there is one; one with an argument `lines`
+    both through rings and by lines."""
+    if "lines" in metafunc.fixturenames:
+        metafunc.parametrize("lines", [False, True], ids=["rings", "lines"])
     if "device" in metafunc.fixturenames:
         devices = ["cpu"] if left_out.no_gpu() else ["cpu", "cuda"]
         metafunc.parametrize("device", devices, scope="module")

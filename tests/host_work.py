@@ -70,7 +70,7 @@ def measure(rounds: int) -> dict[str, float]:
         heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
         backend = group.live_backend()
         low_latency = launchless.low_latency(backend.group, heap, SMS)
-        return heap, backends.LowLatencyRanks(LowLatencyConnection(low_latency), None), None
+        return backends.LowLatencyRanks(heap, LowLatencyConnection(low_latency), None), None
 
     event = SimpleNamespace(query=lambda: True)
     stream = SimpleNamespace(cuda_stream=7, record_event=lambda: event, wait_event=lambda event: None)

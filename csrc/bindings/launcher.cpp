@@ -84,6 +84,8 @@ Setters<A> with_low_latency(Setters<A> setters) {
         {"slice_ns", set<A, &A::mask, &Mask::slice_ns>},
         {"silent_slices", set<A, &A::mask, &Mask::silent_slices>},
         {"max_slices", set<A, &A::mask, &Mask::max_slices>},
+        {"layout_call", set<A, &A::layout_call>},
+        {"handle_age", set<A, &A::handle_age>},
     });
     return setters;
 }
@@ -146,6 +148,9 @@ const auto& setters_of(const LowLatencyDispatchArgs&) {
         {"quantize", set<A, &A::quantize>},
         {"scale_column", set<A, &A::scale_column>},
         {"recv_rows", set<A, &A::recv_rows>},
+        {"tokens_per_expert", set<A, &A::tokens_per_expert>},
+        {"max_received", set<A, &A::max_received>},
+        {"clears_weights", set<A, &A::clears_weights>},
     });
     return setters;
 }

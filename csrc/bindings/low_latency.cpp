@@ -14,7 +14,7 @@ void bind_low_latency_heap(py::module_& m) {
                                "Layout of the low-latency mode's symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int max_tokens,
                          const RowFormat& largest, bool staged, int channels, bool masking,
-                         bool lines) {
+                         bool lines, bool sums_at_expert) {
                  return LowLatencyHeap{{nodes, ranks_per_node},
                                        num_experts,
                                        max_tokens,
@@ -23,12 +23,15 @@ void bind_low_latency_heap(py::module_& m) {
                                        staged,
                                        channels,
                                        masking,
-                                       lines};
+                                       lines,
+                                       sums_at_expert};
              }),
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
-             py::arg("masking"), py::arg("lines"))
+             py::arg("masking"), py::arg("lines"), py::arg("sums_at_expert") = false)
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
+        .def_property_readonly("max_tokens",
+                               [](const LowLatencyHeap& heap) { return heap.max_tokens; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {

@@ -105,6 +105,10 @@ struct LowLatencyArgs {
     // [W], the caller's, or null: a receiving half adds how long it waited for each rank.
     int64_t* recv_wait_ns;
     LowLatencyMask mask;
+    // Number of the dispatch whose layout this call of the normal API uses, which ranks must agree
+    // on; null: the call makes a layout, or is of the low-latency mode.
+    const uint64_t* layout_call = nullptr;
+    uint32_t handle_age = 0;  // resets since the layout was made
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
@@ -130,6 +134,12 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     int64_t scale_column = 0;
     // [W], the caller's, or null: the number of rows from each rank is added to it.
     int64_t* recv_rows = nullptr;
+    // > 0: only this many tokens keep rows, the first in the order of (rank, token); max_rows
+    // without expert_rows.
+    int64_t max_received = 0;
+    bool clears_weights = false;  // zeros recv_weights of rows that no token fills
+    // [2, L] or null, padding included: row 0 is for the caller, row 1 for the handle.
+    int64_t* tokens_per_expert = nullptr;
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }
@@ -140,6 +150,10 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
         if (!expert_rows) return row;
         const auto rows = static_cast<uint32_t>(expert_rows);
         return row / rows * scale_words() * scale_column + row % rows;
+    }
+    EP_HD void tell_expert(int expert, int64_t rows) const {
+        if (!tokens_per_expert) return;
+        tokens_per_expert[expert] = tokens_per_expert[heap.local_experts() + expert] = rows;
     }
     EP_HD size_t recv_scale_bytes() const {
         if (!scale_column) return static_cast<size_t>(max_rows) * format.scale_bytes;
@@ -167,10 +181,12 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     EP_HD bool by_lines() const { return heap.lines && sum_at_expert; }
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyCombine;
+    EP_HD bool is_weighted() const { return layout_call && row_weights; }
     EP_HD Sends::Kind kind() const {
+        if (layout_call) return is_weighted() ? Sends::Kind::WeightedCombine : Sends::Kind::Combine;
         return sum_at_expert ? Sends::Kind::CombineAtExpert : Sends::Kind::Combine;
     }
-    EP_HD uint64_t shape() const { return 1 + sum_at_expert; }
+    EP_HD uint64_t shape() const { return 1 + sum_at_expert + 2 * is_weighted(); }
 };
 
 }  // namespace ep

@@ -91,11 +91,13 @@ struct LowLatencyHeap {
     size_t slot_bytes;  // size of the largest row
     bool masking;       // whether calls go on without ranks that stay away
     bool lines;         // all ranks mapped, over links that keep lines whole; never with masking
+    // With lines: every combine sums at the expert, so there is no room for rows summed elsewhere.
+    bool sums_at_expert;
 
     LowLatencyHeap() = default;
     LowLatencyHeap(const Topology& ranks, int experts, int tokens, int topk, size_t slot,
                    bool has_staging, int num_channels, bool has_masks = false,
-                   bool has_lines = false)
+                   bool has_lines = false, bool only_sums_at_expert = false)
         : topology(ranks),
           num_experts(experts),
           max_tokens(tokens),
@@ -105,6 +107,7 @@ struct LowLatencyHeap {
           slot_bytes(slot),
           masking(has_masks),
           lines(has_lines),
+          sums_at_expert(only_sums_at_expert),
           row_bytes_(lines ? static_cast<size_t>(Line::count(slot)) * Line::kBytes : slot),
           local_experts_(experts / ranks.world()),
           choice_bytes_(align_up(
@@ -129,8 +132,8 @@ struct LowLatencyHeap {
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * row_bytes_);
-        parts_ = part(banks * max_tokens * slot_bytes *
-                      (masking ? world * choices_per_rank() : static_cast<size_t>(max_topk)));
+        const size_t parts_of_token = masking ? world * choices_per_rank() : max_topk;
+        parts_ = part(sums_at_expert ? 0 : banks * max_tokens * slot_bytes * parts_of_token);
         sums_ = part(lines ? banks * max_tokens * sums_of_token() * row_bytes_ : 0);
         values_ =
             part(lines ? banks * max_tokens * max_topk * kWordsOfValue * sizeof(uint64_t) : 0);

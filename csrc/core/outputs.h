@@ -15,7 +15,7 @@ namespace ep {
 // integer types.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
-    static constexpr int kParts = 4;
+    static constexpr int kParts = 5;
 
     struct Part {
         char* data;
@@ -50,10 +50,12 @@ EP_HD Outputs outputs_of(const CombineArgs& args) {
 // Includes the layout, because computations on the rows read its counts and output rows.
 EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
+    const size_t counts = args.tokens_per_expert ? 2 * args.heap.local_experts() : 0;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, args.recv_scale_bytes()},
              {args.recv_weights, rows * args.format.weight_bytes},
-             {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)}},
+             {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)},
+             {reinterpret_cast<char*>(args.tokens_per_expert), counts * sizeof(int64_t)}},
             nullptr};
 }
 

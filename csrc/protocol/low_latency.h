@@ -60,6 +60,7 @@ struct LowLatencyCall {
             static_cast<uint32_t>(args.format.payload_type));
         add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 |
             args.format.topk);
+        if (args.layout_call) add(*args.layout_call << 32 | args.handle_age);
         return number << kShapeBits | shape >> (64 - kShapeBits);
     }
 

@@ -48,7 +48,7 @@ EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source
         const size_t tag = call.args.sum_at_expert
                                ? heap.part(call.bank, rank, token, last_k, 0) + Piece::tag(0)
                                : heap.sum(call.bank, rank, token, last_k) + Line::kTag;
-        warp.lanes(heap.lines ? 1 : 0, [&](int) {
+        warp.lanes(heap.lines && !heap.sums_at_expert ? 1 : 0, [&](int) {
             W::store_word(call.fabric.template at<uint64_t>(source, tag), call.tag);
         });
     }

@@ -25,6 +25,13 @@ EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Te
     return receive_by_slots(warp, call, team);
 }
 
+// Called by the last warp.
+template <WarpLike W>
+EP_FN void end_dispatch(W& warp, const LowLatencyDispatchArgs& args) {
+    count_rows(warp, args);
+    omit_tokens(warp, args);
+}
+
 template <bool kQuantize, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call,
                                       const Team& team) {
@@ -39,7 +46,7 @@ EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& c
                                          const Team& team) {
     if (!receive_dispatch<kLines>(warp, call, team)) return Ended::Badly;
     const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) count_rows(warp, call.args);
+    if (ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;
 }
 
@@ -50,7 +57,7 @@ EP_FN Ended low_latency_dispatch(W& warp, const LowLatencyDispatch<F>& call, con
         warp, call, team, Role::LowLatencyReceiver,
         [&] { return send_dispatch<kQuantize, kLines>(warp, call, team); },
         [&] { return receive_dispatch<kLines>(warp, call, team); });
-    if (ended == Ended::Last) count_rows(warp, call.args);
+    if (ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;
 }
 

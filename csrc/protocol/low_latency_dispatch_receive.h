@@ -193,6 +193,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     int64_t total = 0;
     bool overflows = false;
     const bool for_handle = notes_starts(team);
+    const int bytes = args.format.weight_bytes;
     if (args.expert_rows && !for_handle) return true;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
@@ -219,18 +220,28 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
             if (!for_handle) return;
             layout.count(first + lane) = rows[lane];
             layout.start(first + lane) = start[lane];
+            const int64_t filled =
+                args.expert_rows
+                    ? args.expert_rows
+                    : static_cast<int64_t>(align_up(rows[lane], args.expert_alignment));
+            args.tell_expert(first + lane, filled);
+            if (!args.clears_weights) return;
+            for (int64_t row = rows[lane]; row < filled && start[lane] + row < args.max_rows; ++row)
+                store_weight(args.recv_weights + (start[lane] + row) * bytes, 0, bytes);
         });
         total += sum;
         overflows |= warp.ballot(lanes, [&](int lane) {
-            if (args.expert_rows) return rows[lane] > args.expert_rows;
+            if (args.expert_rows && rows[lane] > args.expert_rows) return true;
             return rows[lane] > 0 && int64_t{start[lane]} + rows[lane] > args.max_rows;
         }) != 0;
     }
     if (!for_handle) return true;
+    if (args.expert_rows) total = args.expert_rows * local_experts;
+    if (args.clears_weights && total < args.max_rows)
+        warp.zero(args.recv_weights + total * bytes, (args.max_rows - total) * bytes);
     warp.lanes(1, [&](int) {
         layout.overflow() = overflows;
-        layout.start(local_experts) =
-            static_cast<int>(args.expert_rows ? args.expert_rows * local_experts : total);
+        layout.start(local_experts) = static_cast<int>(total);
     });
     return true;
 }
@@ -315,8 +326,8 @@ struct RowPlaces {
     // The output row of an expert's row number `before`.
     EP_FN int row(int expert, int64_t before) const {
         const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
-        const bool fits = before >= 0 && (args.expert_rows ? before < args.expert_rows
-                                                           : start + before < args.max_rows);
+        const bool fits = before >= 0 && start + before < args.max_rows &&
+                          (!args.expert_rows || before < args.expert_rows);
         return fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
     }
 };
@@ -374,6 +385,58 @@ EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
                 args.recv_rows[first + lane] +=
                     popcount(args.layout.present((first + lane) * chunks + chunk));
         });
+    }
+}
+
+// Zeros the rows of a token, and stores for combine that it has none.
+template <WarpLike W>
+EP_FN void omit_token(W& warp, const LowLatencyDispatchArgs& args, int source, int token) {
+    const RowFormat& format = args.format;
+    int32_t* noted = args.layout.dst_rows(source, token);
+    typename W::template PerLane<int> dst_row;
+    warp.lanes(format.topk, [&](int lane) {
+        dst_row[lane] = noted[lane];
+        if (dst_row[lane] >= 0) noted[lane] = LowLatencyArgs::kOverflowed;
+    });
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
+    for_each_lane(placed, [&](int lane) {
+        const size_t row = warp.broadcast(dst_row, lane);
+        warp.zero(args.recv_x + row * format.payload_bytes, format.payload_bytes);
+        warp.zero(args.recv_scales + row * format.scale_bytes, format.scale_bytes);
+        warp.zero(args.recv_weights + row * format.weight_bytes, format.weight_bytes);
+    });
+}
+
+// Omits the tokens that arrive after args.max_received others, in the order of (rank, token).
+// Called by the last warp, because few calls have such tokens.
+template <WarpLike W>
+EP_FN void omit_tokens(W& warp, const LowLatencyDispatchArgs& args) {
+    const LowLatencyLayout& layout = args.layout;
+    const int chunks = args.heap.chunks(), words = args.heap.topology.world() * chunks;
+    // Without a capacity, max_received is max_rows, and more tokens have more rows than that.
+    if (!args.max_received || (!args.expert_rows && !layout.overflow())) return;
+    int64_t left = args.max_received;
+    typename W::template PerLane<uint32_t> bits;
+    typename W::template PerLane<int> before;
+    for (int first = 0; first < words; first += 32) {
+        const int lanes = lanes_from(first, words);
+        warp.lanes(lanes, [&](int lane) {
+            bits[lane] = layout.present(first + lane);
+            before[lane] = popcount(bits[lane]);
+        });
+        const int arrive = warp.exclusive_scan(lanes, before);
+        const uint32_t beyond = warp.ballot(
+            lanes, [&](int lane) { return before[lane] + popcount(bits[lane]) > left; });
+        for_each_lane(beyond, [&](int lane) {
+            const int word = first + lane;
+            uint32_t rest = warp.broadcast(bits, lane);
+            for (int64_t kept = left - warp.broadcast(before, lane); kept > 0; --kept)
+                rest &= rest - 1;
+            for (; rest; rest &= rest - 1)
+                omit_token(warp, args, word / chunks, word % chunks * 32 + lowest_lane(rest));
+        });
+        if (beyond) warp.lanes(1, [&](int) { layout.overflow() = 1; });
+        left -= arrive;
     }
 }
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.buffer import connect, cuda, host, release, sizes
+from megatron_ep.buffer import connect, cuda, host, low_latency, release, sizes
 from megatron_ep.buffer.interface import Backend, Part
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
@@ -107,6 +107,7 @@ class DistributedRankGroup(RankGroup):
             self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._broadcast(), self.describe)
         if self.rank == 0:
             log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+        self.lines = low_latency.connect_lines(self)
 
     @property
     def spans_machines(self) -> bool:

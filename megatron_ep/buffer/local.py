@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer import cuda, host, sizes
+from megatron_ep.buffer import cuda, host, low_latency, sizes
 from megatron_ep.buffer.rank_group import RankGroup, log_set_up
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.fabrics import gpu, p2p
@@ -60,6 +60,7 @@ class LocalRankGroup(RankGroup):
             connection = p2p.of_one_process(self.ranks, self.heap, self.device, sms, config)
             self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms)
             log_set_up(self, "p2p (one GPU)", self.heap, sms)
+            self.lines = low_latency.connect_lines(self)
             return
         self.heap = sizes.host_heap(self.topology, config)
         self._backend = host.HostBackend(
@@ -74,6 +75,7 @@ class LocalRankGroup(RankGroup):
         )
         network = "" if seed is None else f", a simulated network of seed {seed}"
         log_set_up(self, f"memory of this process{network}", self.heap)
+        self.lines = low_latency.connect_lines(self)
 
     def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:
         backend = self.live_backend()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.buffer.host import HostBackend
+from megatron_ep.buffer.interface import Backend, Given
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
@@ -70,12 +71,25 @@ class InFlight:
 class LowLatencyRanks:
     """The low-latency mode of the ranks of this process."""
 
-    def __init__(self, connection: LowLatencyConnection, masks: Masks | None):
+    def __init__(self, heap: _C.LowLatencyHeap, connection: LowLatencyConnection, masks: Masks | None):
+        self.heap = heap
+        self._offsets: dict[int, dict[str, int]] = {}
         self.group: _C.LowLatencyGroup = connection.group
         self._masks = masks  # launches, including those in graphs, need the memory of the masks
         self.memories = connection.memories
         self.network_memory = connection.network_memory
-        self.warps = self.group.warps
+
+    def offsets(self, topk: int) -> dict[str, int]:
+        """Returns the offsets of the parts of a handle's layout."""
+        if topk not in self._offsets:
+            self._offsets[topk] = self.heap.layout(topk=topk, warps=self.group.warps)
+        return self._offsets[topk]
+
+    def launch(self, backend: Backend, call: _C.Call, stream: int, given: Given) -> None:
+        """Launches both halves of a call."""
+        # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
+        for phase in (SEND, RECEIVE) if backend.shares_gpu else (SEND_AND_RECEIVE,):
+            backend.launch(self.group, call, phase, stream, given, self)
 
     def reset(self) -> None:
         self.group.reset()
@@ -86,10 +100,41 @@ class LowLatencyRanks:
         self.network_memory = None
 
 
+class Lines(NamedTuple):
+    """The launches of a buffer's dispatches and combines with few tokens, whose rows are packets with inline flags.
+
+    max_tokens: promised tokens of a rank up to which a dispatch takes them. row_bytes: size of the largest row.
+    """
+
+    ranks: LowLatencyRanks
+    max_tokens: int
+    row_bytes: int
+
+
+def connect_lines(group: Any) -> Lines | None:
+    """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it, with several nodes, and
+    between GPUs whose links do not keep packets whole. Collective."""
+    config = group.config
+    if config.max_tokens is None or group.topology.nodes > 1 or group.spans_machines:
+        return None
+    most, backend = config.max_tokens, group.live_backend()
+    if not isinstance(backend, HostBackend):
+        if not (backend.connection.maps_all_ranks and group.keeps_lines()):
+            return None
+        most = min(most, sizes.most_tokens_by_lines(_blocks(group, lines=True)))
+    largest = sizes.largest_row(config)
+    ranks, _ = connect(group, most, largest, None, sums_at_expert=True)
+    backend.attach(ranks)
+    return Lines(ranks, most, largest.payload_bytes)
+
+
 def connect(
-    group: Any, max_tokens: int, largest: Any, mask_timeout: float | None
-) -> tuple[Any, LowLatencyRanks, Masks | None]:
-    """Returns the heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
+    group: Any, max_tokens: int, largest: Any, mask_timeout: float | None, *, sums_at_expert: bool = False
+) -> tuple[LowLatencyRanks, Masks | None]:
+    """Returns the ranks and the masks of a buffer's low-latency mode. Collective.
+
+    sums_at_expert: whether every combine sums there, which needs lines.
+    """
     backend, topology = group.live_backend(), group.topology
     local = len(group.ranks) == topology.world_size
     masks = None
@@ -115,6 +160,7 @@ def connect(
             channels=channels,
             masking=masks is not None,
             lines=lines,
+            sums_at_expert=sums_at_expert,
         )
 
     if isinstance(backend, HostBackend):
@@ -127,14 +173,17 @@ def connect(
         segments = anonymous or group.shared_segments(heap.bytes)
         made = _C.host_low_latency(group=backend.group, heap=heap, segments=segments, warps=warps)
         group.open_on_network(tolerates_loss=masks is not None)
-        return heap, LowLatencyRanks(LowLatencyConnection(made, list(segments)), masks), masks
+        return LowLatencyRanks(heap, LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks
     lines = is_mapped and masks is None and group.keeps_lines()
-    # The ranks of this process are launched in sequence, so that each launch may use the SMs of all.
-    blocks = gpu.num_sms(group.config, group.device, len(group.ranks), sizes.low_latency_sms(lines))
-    blocks *= len(group.ranks)
+    blocks = _blocks(group, lines)
     heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:
         group.open_on_network(tolerates_loss=masks is not None)
-    return heap, LowLatencyRanks(connection, masks), masks
+    return LowLatencyRanks(heap, connection, masks), masks
+
+
+def _blocks(group: Any, lines: bool) -> int:
+    """Returns the SMs of a launch. The ranks of this process are launched in sequence, so each may use those of all."""
+    return gpu.num_sms(group.config, group.device, len(group.ranks), sizes.low_latency_sms(lines)) * len(group.ranks)

@@ -13,6 +13,10 @@ from megatron_ep.fabrics.gpu import DEFAULT_SMS
 # SMs of the low-latency mode with packets with inline flags (lines): at T = 128 on two H200 dispatch and combine take
 # 77 us with 24 SMs, 43 with 64 and 38 with 128.
 LINES_SMS = 64
+# Tokens of a rank for each SM up to which dispatch and combine take less time by lines than through rings. On two H200,
+# in us: with 24 SMs 77 by lines and 76 through rings at T = 128, 127 and 122 at T = 256; with 64 SMs 124 and 145 at
+# T = 512, 235 and 226 at T = 1024.
+LINES_TOKENS_PER_SM = 8
 # From MANY_NODES nodes on the normal mode waits for the network card, so that fewer SMs take hardly longer: at T = 4096
 # dispatch and combine take at most 3 % longer, by the predictions in docs/tuning.md.
 MANY_NODES, MANY_NODES_SMS = 8, 16
@@ -31,6 +35,11 @@ HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
 def default_sms(topology: Topology) -> int:
     """Returns the SMs of a rank on a GPU for the normal mode, if the config has none."""
     return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
+
+
+def most_tokens_by_lines(sms: int) -> int:
+    """Returns the tokens of a rank up to which a launch on this many SMs is faster by lines than through rings."""
+    return LINES_TOKENS_PER_SM * sms
 
 
 def low_latency_sms(lines: bool) -> int:
@@ -72,10 +81,16 @@ def host_heap(topology: Topology, config: Config) -> _C.Heap:
 def slot_bytes(config: Config) -> int:
     """Returns the bytes of a slot for the largest row and all that may travel with it: 16 KiB, or more if row_bytes is
     larger."""
-    row = _C.RowFormat(
-        payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0
-    )
-    return max(WIDEST_ROW_BYTES + (2 << 10), row.slot_bytes)
+    return max(WIDEST_ROW_BYTES + (2 << 10), _row(config.row_bytes or 0).slot_bytes)
+
+
+def largest_row(config: Config) -> _C.RowFormat:
+    """Returns the largest row of a call by lines."""
+    return _row(max(WIDEST_ROW_BYTES, config.row_bytes or 0))
+
+
+def _row(payload_bytes: int) -> _C.RowFormat:
+    return _C.RowFormat(payload_bytes=payload_bytes, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0)
 
 
 def _heap(topology: Topology, config: Config, channels: int, nvl_ring_bytes: int, rdma_ring_bytes: int) -> _C.Heap:

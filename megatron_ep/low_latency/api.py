@@ -101,7 +101,7 @@ class LowLatency(MaskedRanks):
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that each rank keeps for this mode."""
-        return self._calls.heap.bytes
+        return self._calls.ranks.heap.bytes
 
     def dispatch(
         self,

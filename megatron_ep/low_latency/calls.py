@@ -13,7 +13,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members
-from megatron_ep.buffer.low_latency import RECEIVE, RECEIVED, SEND, SEND_AND_RECEIVE, Call, InFlight, LowLatencyRanks
+from megatron_ep.buffer.low_latency import RECEIVE, RECEIVED, SEND, Call, InFlight, LowLatencyRanks
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle
@@ -83,12 +83,10 @@ class Pending:
 class LowLatencyCalls:
     """Launches low-latency calls with checked arguments on the ranks of this process."""
 
-    def __init__(self, group: RankGroup, heap: _C.LowLatencyHeap, ranks: LowLatencyRanks, masks: Masks | None):
+    def __init__(self, group: RankGroup, ranks: LowLatencyRanks, masks: Masks | None):
         self.group = group
-        self.heap = heap
         self.masks = masks
         self.ranks = ranks
-        self._offsets: dict[int, dict[str, int]] = {}
         self.resets = 0
         self.dispatches, self.combines = InFlight("dispatch"), InFlight("combine")
         self.backend.attach(self)
@@ -97,11 +95,6 @@ class LowLatencyCalls:
     def plans_calls(self) -> bool:
         """Whether the plan of a call is used again without its checks: without masks, in a process with one rank."""
         return self.masks is None and not self.group.takes_lists
-
-    def offsets(self, topk: int) -> dict[str, int]:
-        if topk not in self._offsets:
-            self._offsets[topk] = self.heap.layout(topk=topk, warps=self.ranks.warps)
-        return self._offsets[topk]
 
     def new_handle(self, plan: DispatchPlan, forward: LowLatencyHandle | None = None) -> LowLatencyHandle:
         """Returns a handle for one dispatch."""
@@ -176,7 +169,7 @@ class LowLatencyCalls:
             hidden=hidden,
             dtype=dtype,
             float8=float8,
-            offsets=self.offsets(topk),
+            offsets=self.ranks.offsets(topk),
             call=self.ranks.group.dispatch(row, self._members(num_tokens, rows, members), DISPATCH_GIVEN),
         )
 
@@ -375,12 +368,8 @@ class LowLatencyCalls:
             sent = Pending(self, call, given, stream)
             backend.launch(ranks.group, call, SEND, stream, given, ranks)
             pending.append(sent)
-        elif backend.shares_gpu:
-            # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
-            for half in (SEND, RECEIVE):
-                backend.launch(ranks.group, call, half, stream, given, ranks)
         else:
-            backend.launch(ranks.group, call, SEND_AND_RECEIVE, stream, given, ranks)
+            ranks.launch(backend, call, stream, given)
         if self.masks is not None or backend.aborted() is not None:
             self.check_launched(backend)
         if sent is not in_flight.last:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ep.buffer.distributed import DistributedRankGroup
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.config import is_number, require_int
+from megatron_ep.config import Config, is_number, require_int
 from megatron_ep.errors import EPError
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.meeting.processes import OfOneProcess
@@ -69,10 +69,10 @@ class MaskedRanks(OfOneProcess):
         store: an empty store that all ranks reach: use a new one, or a PrefixStore with a new prefix, each time.
 
         Raises ValueError with on_dead_rank="raise", for ranks that did not come back or are not in another process, if
-        a call is in flight, for a buffer with another LowLatency, and for a LocalCluster. Raises EPError if a rank's
-        former process lives, or if a rank does not come within Config.timeout: this rank can then continue without them
-        as before. Also raises EPError if a GPU's driver maps the memory at other addresses, and over NVSHMEM, NCCL and
-        TCP: then create a new buffer.
+        a call is in flight, for a buffer with another LowLatency or `Config.max_tokens`, and for a LocalCluster. Raises
+        EPError if a rank's former process lives, or if a rank does not come within Config.timeout: this rank can then
+        continue without them as before. Also raises EPError if a GPU's driver maps the memory at other addresses, and
+        over NVSHMEM, NCCL and TCP: then create a new buffer.
         """
         self._check_policy()
         returned = list(ranks) if isinstance(ranks, Sequence) else [ranks]
@@ -88,6 +88,7 @@ class MaskedRanks(OfOneProcess):
             )
 
         def check() -> None:
+            check_restorable(group.config)
             self._calls.check_received()
             if (parts := len(self._calls.backend.parts)) > 1:
                 raise ValueError(f"the buffer has {parts} LowLatency, must have this one alone")
@@ -120,6 +121,12 @@ class MaskedRanks(OfOneProcess):
             )
         if needs_gradient:
             raise ValueError("renormalize is True, must be False where a gradient is needed")
+
+
+def check_restorable(config: Config) -> None:
+    """Raises ValueError for a buffer that has calls by lines, which `LowLatency.readmit` does not restore."""
+    if config.max_tokens is not None:
+        raise ValueError(f"Config.max_tokens is {config.max_tokens}, must be None where ranks rejoin")
 
 
 def check_policy(on_dead_rank: object, mask_timeout: object, timeout: float) -> None:

@@ -14,6 +14,7 @@ from megatron_ep.buffer.distributed import DistributedRankGroup, patience
 from megatron_ep.config import Config, Topology
 from megatron_ep.fabrics import choice
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.low_latency.membership import check_restorable
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 
@@ -38,6 +39,8 @@ def rejoin(
     Raises ValueError for values that differ between ranks, and as `LowLatency.readmit`.
     """
     inspect.signature(LowLatency).bind(None, **settings)  # raises before the others wait
+    if isinstance(config, Config):
+        check_restorable(config)
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
     # On GPUs only ranks of one machine can rejoin.
     group = DistributedRankGroup(rendezvous, config, topology, device, choice.Choice("p2p", "as it was"))

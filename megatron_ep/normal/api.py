@@ -21,6 +21,7 @@ from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal import plan as plans
 from megatron_ep.normal.handle import CountRequest, Handle, shapes_of
+from megatron_ep.normal.lines import goes_by_lines
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -106,6 +107,7 @@ def dispatch(
     max_recv_tokens: int | None = None,
     forward_dtype: torch.dtype | None = None,
     layout: str = "grouped",
+    max_tokens: int | None = None,
 ) -> Received:
     """Sends every token to the ranks of its experts. Is one operator inside `torch.compile`: see docs/tuning.md.
 
@@ -138,13 +140,16 @@ def dispatch(
         with the local experts that it chose in `Received.topk_idx`; combine then also takes one row per token, summed
         by the caller over the experts of this rank. Writes fewer bytes; for experts that permute rows themselves. Not
         with expert_capacity, nor inside `torch.compile`. With a handle, rows have the layout of its dispatch.
+    max_tokens: a promise, equal on all ranks, that no rank passes more tokens to this call; instead of
+        `Config.max_tokens`, which must be given with it. Within a node calls with few tokens go by lines: see
+        docs/tuning.md. Results are the same, bit for bit.
 
     Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
     only pass through this rank.
     """
     is_traced = torch.compiler.is_compiling()
-    settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
+    settings: tuple[Any, ...] = (expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
     signature = None
     if not is_traced and forward_dtype is None:
         signature = plans.dispatch_signature(handle, x, topk_idx, topk_weights, scales, *settings)
@@ -161,7 +166,7 @@ def dispatch(
         if handle is not None and handle.group is not group:
             raise ValueError("handle belongs to another buffer than the one given")
         tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
-        _check_dispatch(group, handle, *tensors, *settings, is_traced)
+        _check_dispatch(group, handle, *tensors, *settings, is_traced=is_traced)
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
@@ -175,10 +180,11 @@ def dispatch(
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
-            handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat")
+            lines = request if goes_by_lines(group, layout, max_tokens, xs[0], is_traced) else None
+            handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", lines=lines)
         if signature is not None and tensors[2] is topk_weights and launches.plans_calls(group):
             one = (xs[0], row_scales and row_scales[0], weights and weights[0])
-            group.known_calls.add(signature, plans.dispatch_plan(handle, *one, clears_end=needs_gradient))
+            group.known_calls.add(signature, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
@@ -212,17 +218,16 @@ def _dispatch_by_plan(
     group = buffer._group if buffer is not None else handle.group if isinstance(handle, Handle) else None
     if group is None or (handle is not None and handle.group is not group):
         return None
-    plan: plans.DispatchPlan | None = group.known_calls.get(signature)
+    plan: Any = group.known_calls.get(signature)
     backend = group._backend
     if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
         return None
     if handle is None:
-        handle = Handle(group, plan.topk, [], is_flat=layout == "flat")
+        handle = Handle(group, plan.topk, [], is_flat=layout == "flat", lines=plan.lines)
     if signature[0][4]:
         tensors = (x,) if topk_weights is None else (x, topk_weights)
-        out = autograd.DispatchFunction.apply(
-            handle, 1, functools.partial(plan.tensors, handle, backend, topk_idx, scales), *tensors
-        )
+        run = autograd.sends_by_plan(plan, handle, backend, topk_idx, scales)
+        out = autograd.DispatchFunction.apply(handle, 1, run, *tensors)
         rows, row_scales, probs = out[0], None if scales is None else out[-1], None if topk_weights is None else out[1]
     else:
         try:
@@ -287,7 +292,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
             if signature[0]:
                 function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
                 tensors = (x,) if weights is None else (x, weights)
-                return function.apply(handle, 1, functools.partial(plan.tensors, handle, backend), *tensors)[0]
+                return function.apply(handle, 1, autograd.sums_by_plan(plan, handle, backend), *tensors)[0]
             try:
                 return plan.run(handle, backend, x, None, weights)[0]
             except BaseException as error:
@@ -301,7 +306,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         _check_combine(group, handle, x, weights, is_traced)
         xs, row_weights = listed(x, group), listed(weights, group)
         if signature is not None and weights is given and launches.plans_calls(group):
-            plan = plans.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
+            plan = launches.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
             group.known_calls.add(signature, plan)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
@@ -346,6 +351,8 @@ def _check_dispatch(
     expert_capacity: int | None,
     max_recv_tokens: int | None,
     layout: str,
+    max_tokens: int | None,
+    *,
     is_traced: bool,
 ) -> None:
     xs = as_list("x", x, group, is_traced)
@@ -359,6 +366,7 @@ def _check_dispatch(
             require_int("expert_capacity", expert_capacity, 1, MAX_PADDED_ROWS // group.num_local_experts)
         if not is_traced:
             check_num_tokens(group, ids, expert_alignment)
+        _check_promise(group, ids, max_tokens, is_traced)
         if max_recv_tokens is not None:
             require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
         if expert_capacity is not None and expert_alignment != 1:
@@ -366,7 +374,7 @@ def _check_dispatch(
         _check_layout(layout, expert_capacity, is_traced)
         num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
     else:
-        _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
+        _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
         _check_traced(handle, is_traced)
         num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
     check_payload("x", xs, num_tokens, is_traced)
@@ -387,6 +395,8 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
 def _check_traced(handle: Handle, is_traced: bool) -> None:
     if is_traced and handle.is_flat:  # operators have no handle of flat rows
         raise ValueError("handle is of flat rows, must be of grouped ones inside torch.compile")
+    if is_traced and handle.lines is not None:
+        raise ValueError("handle is of a dispatch outside torch.compile by lines, must be of one inside it")
 
 
 def as_taken(value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -467,6 +477,19 @@ def check_num_tokens(group: RankGroup, topk_idx: Sequence[torch.Tensor], expert_
             )
 
 
+def _check_promise(group: RankGroup, topk_idx: Sequence[torch.Tensor], max_tokens: int | None, is_traced: bool) -> None:
+    """Raises ValueError for more tokens than promised, which may be unknown while a call is traced."""
+    promised, must = group.config.max_tokens, "must have at most Config.max_tokens"
+    if max_tokens is not None:
+        require_int("max_tokens", max_tokens, 1, MAX_ROWS)
+        if promised is None:
+            raise ValueError(f"max_tokens is {max_tokens}, must be None without Config.max_tokens")
+        promised, must = max_tokens, "must have at most max_tokens"
+    for idx in () if is_traced else topk_idx:
+        if promised is not None and idx.shape[0] > promised:
+            raise ValueError(f"topk_idx has {idx.shape[0]} tokens, {must} = {promised}")
+
+
 def check_ids(ids: list[torch.Tensor]) -> None:
     check_dtype("topk_idx", ids[0], (torch.int64, torch.int32))
     for idx in ids:
@@ -482,7 +505,12 @@ def check_ids(ids: list[torch.Tensor]) -> None:
 
 
 def _check_handle_alone(
-    topk_idx: object, alignment: int, capacity: int | None, max_recv_tokens: int | None, layout: str
+    topk_idx: object,
+    alignment: int,
+    capacity: int | None,
+    max_recv_tokens: int | None,
+    layout: str,
+    max_tokens: int | None,
 ) -> None:
     given = {
         "topk_idx": topk_idx is not None,
@@ -490,6 +518,7 @@ def _check_handle_alone(
         "expert_capacity": capacity is not None,
         "max_recv_tokens": max_recv_tokens is not None,
         "layout": layout != "grouped",
+        "max_tokens": max_tokens is not None,
     }
     for name, is_given in given.items():
         if is_given:

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Function
 
 from megatron_ep import float8
+from megatron_ep.buffer.interface import Backend
 from megatron_ep.normal import launches
 from megatron_ep.normal.handle import Handle
 
@@ -77,6 +78,37 @@ def sums(handle: Handle, num_ranks: int, *, is_weighted: bool = False) -> Run:
         with handle.group.abort_peers_on_error():
             out, out_weights = launches.launch_combine(handle, x, beside, row_weights)
         return (*out, *(out_weights or ()))
+
+    return run
+
+
+def sends_by_plan(
+    plan: Any, handle: Handle, backend: Backend, ids: torch.Tensor | None, scales: torch.Tensor | None
+) -> Run:
+    """Returns a function that dispatches one rank's (x, weights) by a cached plan to (rows, probs, scales)."""
+
+    def run(x: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        try:
+            rows, out_scales, probs = plan.run(handle, backend, ids, x, scales, weights)
+        except BaseException as error:
+            handle.group.abort_peers(error)
+            raise
+        if out_scales is None:
+            return (rows,) if probs is None else (rows, probs)
+        return (rows, out_scales) if probs is None else (rows, probs, out_scales)
+
+    return run
+
+
+def sums_by_plan(plan: Any, handle: Handle, backend: Backend) -> Run:
+    """Returns a function that combines one rank's rows, multiplied by weights if there are any, by a cached plan."""
+
+    def run(x: torch.Tensor, row_weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        try:
+            return (plan.run(handle, backend, x, None, row_weights)[0],)
+        except BaseException as error:
+            handle.group.abort_peers(error)
+            raise
 
     return run
 

@@ -13,8 +13,9 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal import plan, row_counts
+from megatron_ep.normal import lines, plan, row_counts
 from megatron_ep.normal.handle import Handle
+from megatron_ep.normal.lines import LinesCombinePlan, LinesDispatchPlan, listed
 
 Tensors = Sequence[torch.Tensor]
 # Rows, scales and weights, with one tensor per rank each.
@@ -42,8 +43,11 @@ def launch_dispatch(
     """
     if plans_calls(handle.group):
         given = (x[0], _at(scales, 0), _at(weights, 0))
-        prepared = plan.dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
+        prepared = dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
         parts = [prepared.run(handle, handle.group.live_backend(), _at(handle.topk_idx, 0), *given)]
+    elif handle.lines is not None:
+        of_all = LinesDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
+        parts = of_all.run_all(handle, handle.group.live_backend(), handle.topk_idx, x, scales, weights)
     else:
         parts = _dispatch_on_all(handle, x, scales, weights, clears_end, all_weights)
     handle.request, handle.topk_idx = None, ()
@@ -70,12 +74,59 @@ def launch_combine(
     """
     if plans_calls(handle.group):
         given = (x[0], _at(weights, 0), _at(row_weights, 0))
-        parts = [plan.combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
+        parts = [combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
+    elif handle.lines is not None:
+        of_all = LinesCombinePlan(handle, x, weights)
+        parts = of_all.run_all(handle, handle.group.live_backend(), x, weights, row_weights)
     else:
         assert not biases
         parts = _combine_on_all(handle, x, weights, row_weights)
     y, y_weights = zip(*parts, strict=True)
     return list(y), list(y_weights) if weights else None
+
+
+def dispatch_plan(
+    handle: Handle,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    *,
+    clears_end: bool,
+    all_weights: bool = False,
+) -> plan.DispatchPlan | LinesDispatchPlan:
+    """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
+    asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
+    how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), clears_end, all_weights)
+    looks = ("dispatch", how, asked, *map(_look, (x, scales, weights)))
+    known: plan.DispatchPlan | LinesDispatchPlan | None = handle.group.known_calls.get(looks)
+    if known is None:
+        if handle.lines is not None:
+            known = LinesDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
+        else:
+            known = plan.DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
+        handle.group.known_calls.add(looks, known)
+    return known
+
+
+def combine_plan(
+    handle: Handle, x: torch.Tensor, weights: torch.Tensor | None, row_weights: torch.Tensor | None
+) -> plan.CombinePlan | LinesCombinePlan:
+    rank = handle.ranks[0]
+    beside = (weights is not None and weights.dtype, row_weights is not None)
+    how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), rank.counts.num_tokens)
+    looks = ("combine", how, x.dtype, x.shape[1], *beside)
+    known: plan.CombinePlan | LinesCombinePlan | None = handle.group.known_calls.get(looks)
+    if known is None:
+        if handle.lines is not None:
+            known = LinesCombinePlan(handle, [x], listed(weights))
+        else:
+            known = plan.CombinePlan(handle, rank, x, weights, row_weights)
+        handle.group.known_calls.add(looks, known)
+    return known
+
+
+def _look(tensor: torch.Tensor | None) -> object:
+    return None if tensor is None else (tensor.dtype, tensor.shape)
 
 
 def _at(tensors: Tensors | None, i: int) -> torch.Tensor | None:
@@ -155,7 +206,8 @@ def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
 
 def overflow_of(handle: Handle) -> list[torch.Tensor]:
     """Returns views int32 [1] per rank, which are not 0 once rows did not fit."""
-    return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
+    offset = OVERFLOW if handle.lines is None else lines.OVERFLOW
+    return [rank.layout.narrow(0, offset, 1) for rank in handle.ranks]
 
 
 def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Plans of dispatches and combines with checked arguments.
+"""Plans of dispatches and combines through rings, with checked arguments.
 
 A plan is everything about a rank's call except addresses, and counts where they vary. It is cached by dtypes, shapes
 and settings, because a model repeats its calls.
@@ -112,10 +112,12 @@ def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> tuple[Any, ...]:
 
 
 class DispatchPlan:
-    """The plan of one rank's dispatch, with new ids or with the layout of a handle.
+    """The plan of one rank's dispatch through rings, with new ids or with the layout of a handle.
 
     members: kernel arguments that are equal in all launches. room: allocated rows if the host does not wait for counts.
     """
+
+    lines = None  # see `Handle`
 
     def __init__(
         self,
@@ -146,19 +148,6 @@ class DispatchPlan:
             if not self.waits:
                 self.room = row_counts.most(group, request, self.num_tokens)
         self.call = call_of(group.live_backend().group.dispatch, group, self.row, self.members, DISPATCH_GIVEN)
-
-    def tensors(
-        self, handle: Handle, backend: Backend, ids: Maybe, scales: Maybe, x: Tensor, weights: Maybe = None
-    ) -> tuple[Tensor, ...]:
-        """Calls `run` and returns rows, then weights and scales if there are any. Aborts the peers on an error."""
-        try:
-            rows, out_scales, probs = self.run(handle, backend, ids, x, scales, weights)
-        except BaseException as error:
-            handle.group.abort_peers(error)
-            raise
-        if out_scales is None:
-            return (rows,) if probs is None else (rows, probs)
-        return (rows, out_scales) if probs is None else (rows, probs, out_scales)
 
     def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
         """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; None uses the handle's layout."""
@@ -275,7 +264,7 @@ class DispatchPlan:
 
 
 class CombinePlan:
-    """The plan of one rank's combine. weights are sent with the rows, row_weights multiply them."""
+    """The plan of one rank's combine through rings. weights are sent with the rows, row_weights multiply them."""
 
     def __init__(self, handle: Handle, rank: RankHandle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None):
         group = handle.group
@@ -288,16 +277,6 @@ class CombinePlan:
         self.members = members_of(handle, self.row, self.num_tokens)
         self.members["is_weighted"] = row_weights is not None
         self.call = call_of(group.live_backend().group.combine, group, self.row, self.members, COMBINE_GIVEN)
-
-    def tensors(
-        self, handle: Handle, backend: Backend, x: Tensor, row_weights: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Calls `run` and returns the sums. Aborts the peers on an error."""
-        try:
-            return (self.run(handle, backend, x, None, row_weights)[0],)
-        except BaseException as error:
-            handle.group.abort_peers(error)
-            raise
 
     def run(
         self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
@@ -339,42 +318,6 @@ class CombinePlan:
         return y, y_weights, (*tensors, rows, received, rail, group.resets - handle.made_after_resets)
 
 
-def dispatch_plan(
-    handle: Handle,
-    x: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
-    *,
-    clears_end: bool,
-    all_weights: bool = False,
-) -> DispatchPlan:
-    """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
-    asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
-    how = (handle.topk, handle.is_flat, is_planned(handle), clears_end, all_weights)
-    looks = ("dispatch", how, asked, *map(_look, (x, scales, weights)))
-    plan: DispatchPlan | None = handle.group.known_calls.get(looks)
-    if plan is None:
-        plan = DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
-        handle.group.known_calls.add(looks, plan)
-    return plan
-
-
-def combine_plan(handle: Handle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None) -> CombinePlan:
-    rank = handle.ranks[0]
-    beside = (weights is not None and weights.dtype, row_weights is not None)
-    how = (handle.topk, handle.is_flat, is_planned(handle), rank.counts.num_tokens)
-    looks = ("combine", how, x.dtype, x.shape[1], *beside)
-    plan: CombinePlan | None = handle.group.known_calls.get(looks)
-    if plan is None:
-        plan = CombinePlan(handle, rank, x, weights, row_weights)
-        handle.group.known_calls.add(looks, plan)
-    return plan
-
-
-def _look(tensor: Tensor | None) -> object:
-    return None if tensor is None else (tensor.dtype, tensor.shape)
-
-
 def dispatch_signature(
     handle: Handle | None,
     x: Any,
@@ -385,6 +328,7 @@ def dispatch_signature(
     expert_capacity: int | None,
     max_recv_tokens: int | None,
     layout: str,
+    max_tokens: int | None,
 ) -> tuple[object, ...] | None:
     """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked;
     None if tensors must be converted. It has types, because True == 1, but not the values of ids."""
@@ -406,24 +350,14 @@ def dispatch_signature(
         if handle is None:
             if not topk_idx.is_contiguous():
                 return None
-            asked = (expert_alignment.__class__, expert_capacity.__class__, max_recv_tokens.__class__)
+            asked = (expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
             of_ids = (topk_idx.__class__, topk_idx.dtype, topk_idx.shape, topk_idx.device)
-            return (
-                of_x,
-                of_weights,
-                of_scales,
-                of_ids,
-                expert_alignment,
-                expert_capacity,
-                max_recv_tokens,
-                layout,
-                asked,
-            )
-        given = (topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
-        if given != (None, 1, None, None, "grouped"):
+            return (of_x, of_weights, of_scales, of_ids, *asked, *map(type, asked))
+        given = (topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
+        if given != (None, 1, None, None, "grouped", None):
             return None
         [rank] = handle.ranks
-        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, rank.counts.num_tokens)
+        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, handle.lines, rank.counts.num_tokens)
     except (AttributeError, ValueError):  # arguments are lists of tensors, or invalid
         return None
 
@@ -443,7 +377,7 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...
             return None
         differentiates = needs_gradient and torch.is_grad_enabled()
         of_x = (x.__class__, x.dtype, shape[1], x.device)
-        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, num_tokens)
+        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, handle.lines, num_tokens)
     except (AttributeError, ValueError):
         return None
 

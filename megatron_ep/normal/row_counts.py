@@ -98,7 +98,9 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
     backend = group.live_backend()
     # The kernel of a GPU has given up. A reset is safe, because no other process waits, unless a low-latency mode would
     # lose its masks and pending calls.
-    if group.device.type == "cuda" and len(group.ranks) == group.topology.world_size and not backend.parts:
+    own = None if group.lines is None else group.lines.ranks
+    is_alone = len(group.ranks) == group.topology.world_size and all(part is own for part in backend.parts)
+    if group.device.type == "cuda" and is_alone:
         backend.reset()
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
     token = a_bad_token if first is None else first  # ids on a GPU may have been overwritten since

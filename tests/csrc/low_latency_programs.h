@@ -47,7 +47,7 @@ struct LowLatencyProgram {
         std::vector<float> x, weights, rows, row_weights, y, y_values;
         std::vector<BFloat16> bf16_x;
         std::vector<uint32_t> scales;
-        std::vector<int64_t> recv_rows, recv_wait_ns;
+        std::vector<int64_t> recv_rows, recv_wait_ns, tokens_per_expert;
         uint64_t number = 0;
         LowLatencyDispatchArgs dispatch{};
         LowLatencyCombineArgs combine{};
@@ -204,7 +204,7 @@ struct LowLatencyProgram {
                                           format,
                                           tokens,
                                           &part.number,
-                                          static_cast<int64_t>(rows.row_weights.size()),
+                                          max_rows(call.is_combine ? call.dispatch : c, rank),
                                           c % 2 ? part.recv_wait_ns.data() : nullptr,
                                           {active[rank].data(), shown[rank].data(),
                                            dropped[rank].data(), nullptr, 60'000'000'000, 4, 1000}};
@@ -224,6 +224,9 @@ struct LowLatencyProgram {
                                      reinterpret_cast<char*>(part.scales.data()),
                                      bytes(part.row_weights)};
                     part.dispatch.recv_rows = part.recv_rows.data();
+                    part.dispatch.tokens_per_expert = part.tokens_per_expert.data();
+                    part.dispatch.clears_weights = c % 2;
+                    part.dispatch.max_received = limit_of(c);
                     if (!fp8) continue;
                     part.dispatch.x = reinterpret_cast<char*>(part.bf16_x.data());
                     part.dispatch.quantize = format_of(c);
@@ -241,6 +244,7 @@ struct LowLatencyProgram {
                                 nullptr,
                                 nullptr,
                                 false};
+                if (c % 2) part.combine.layout_call = &rows.number;
             }
         }
     }
@@ -263,8 +267,18 @@ struct LowLatencyProgram {
         const size_t rows =
             static_cast<size_t>(topology.world()) * max_tokens * heap.choices_per_rank();
         part.rows.resize(rows * hidden);
-        part.row_weights.resize(rows);
+        part.row_weights.assign(rows, -1);
+        part.tokens_per_expert.resize(2 * heap.local_experts());
         if (fp8) part.scales.resize(rows * scale_blocks(hidden));
+    }
+
+    // Of some dispatches: the rows that a rank has room for, and the tokens that keep theirs.
+    int64_t limit_of(size_t call) const {
+        return call % 4 == 1 && !fp8 && !heap.masking ? 1 + (call + hidden) % max_tokens : 0;
+    }
+    int64_t max_rows(size_t call, int rank) const {
+        const int64_t limit = limit_of(call);
+        return limit ? limit : static_cast<int64_t>(parts[rank][call].row_weights.size());
     }
 
     static ScaleFormat format_of(size_t call) {
@@ -450,18 +464,59 @@ struct LowLatencyProgram {
         return calls[c].is_combine ? combine_errors(rank, c) : dispatch_errors(rank, c);
     }
 
+    // Whether a token is among the first that arrive at a rank, which keep their rows.
+    bool keeps_rows(size_t c, int rank, int source, size_t token) const {
+        const int local_experts = experts / topology.world();
+        int64_t left = limit_of(c);
+        if (!left) return true;
+        for (int from = 0; from <= source; ++from) {
+            const std::vector<int32_t>& ids = parts[from][c].ids;
+            const size_t end = from == source ? token * topk : ids.size();
+            for (size_t first = 0; first < end; first += topk)
+                left -= std::any_of(&ids[first], &ids[first] + topk, [&](int32_t expert) {
+                    return expert >= 0 && expert / local_experts == rank;
+                });
+        }
+        return left > 0;
+    }
+
+    // Whether a token has a row at one of its experts.
+    bool has_row(size_t c, int source, size_t token, int expert) const {
+        if (!limit_of(c)) return true;
+        const int local_experts = experts / topology.world(), rank = expert / local_experts;
+        int64_t before = 0;
+        for (int from = 0; from < topology.world(); ++from) {
+            const std::vector<int32_t>& ids = parts[from][c].ids;
+            for (size_t i = 0; i < ids.size(); ++i) {
+                const bool is_earlier = from < source || (from == source && i / topk < token);
+                before += ids[i] >= rank * local_experts &&
+                          (ids[i] < expert || (ids[i] == expert && is_earlier));
+            }
+        }
+        return before < limit_of(c) && keeps_rows(c, rank, source, token);
+    }
+
     int dispatch_errors(int rank, size_t c) const {
         const Part& own = parts[rank][c];
         const int local_experts = experts / topology.world();
         size_t row = 0;
         int wrong = 0;
         for (int expert = rank * local_experts; expert < (rank + 1) * local_experts; ++expert) {
+            const auto first = static_cast<int64_t>(row);
             for (int source = 0; source < topology.world(); ++source) {
                 if (heap.masking && !own.dispatch.layout.active(source)) continue;
                 const Part& from = parts[source][c];
                 for (size_t i = 0; i < from.ids.size(); ++i) {
                     if (from.ids[i] != expert) continue;
                     const size_t token = i / topk;
+                    if (!has_row(c, source, token, expert)) {
+                        const bool is_there = static_cast<int64_t>(row) < own.dispatch.max_rows;
+                        for (int k = 0; k < hidden && is_there; ++k)
+                            wrong += own.rows[row * hidden + k] != 0;
+                        wrong += own.row_weights[row] != (is_there ? 0 : -1);
+                        ++row;
+                        continue;
+                    }
                     wrong += fp8 ? fp8_row_differs(own, row, from, token, format_of(c))
                                  : std::memcmp(&own.rows[row * hidden], &from.x[token * hidden],
                                                hidden * sizeof(float)) != 0;
@@ -469,7 +524,12 @@ struct LowLatencyProgram {
                     ++row;
                 }
             }
+            const int64_t rows = static_cast<int64_t>(row) - first;
+            for (const int copy : {0, local_experts})
+                wrong += own.tokens_per_expert[copy + expert - rank * local_experts] != rows;
         }
+        const size_t room = own.dispatch.max_rows;
+        for (size_t end = row; c % 2 && end < room; ++end) wrong += own.row_weights[end] != 0;
         for (int source = 0; source < topology.world(); ++source) {
             const std::vector<int32_t>& ids = parts[source][c].ids;
             int64_t tokens = 0;
@@ -508,6 +568,8 @@ struct LowLatencyProgram {
             for (int k = 0; k < topk; ++k) {
                 bool chose = sent.ids[token * topk + k] >= 0;
                 if (heap.masking) chose &= own.y_values[token * topk + k] != 0;
+                chose =
+                    chose && has_row(calls[c].dispatch, rank, token, sent.ids[token * topk + k]);
                 choices += chose;
                 wrong +=
                     own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);

@@ -62,6 +62,7 @@ class Case:
     max_tokens: int = 300
     max_ranks_per_side: int = 4
     device: str = "cpu"  # where it runs, whose sums are of fewer types on a GPU
+    lines: bool = False  # one node, whose dispatches go by lines
     nodes: int = field(init=False)
     ranks_per_node: int = field(init=False)
 
@@ -70,6 +71,8 @@ class Case:
         self.random = r
         self.generator = torch.Generator().manual_seed(self.seed)
         self.nodes, self.ranks_per_node = r.randint(1, self.max_ranks_per_side), r.randint(1, self.max_ranks_per_side)
+        if self.lines:
+            self.nodes, self.ranks_per_node = 1, self.nodes * self.ranks_per_node
         self.world = self.nodes * self.ranks_per_node
         self.num_experts = r.randint(1, 64 // self.world) * self.world
         self.topk = r.choice([1, min(8, self.num_experts), r.randint(1, min(8, self.num_experts))])
@@ -82,6 +85,8 @@ class Case:
         self.config = ep.Config(
             num_experts=self.num_experts,
             timeout=60,
+            max_tokens=self.max_tokens if self.lines else None,
+            row_bytes=self.hidden * self.dtype.itemsize if self.lines else None,
             tuning=ep.Tuning(
                 channels=r.randint(1, 8),
                 nvl_ring_bytes=row * r.choice([1, 2, 3, 8]),
@@ -177,7 +182,9 @@ class Case:
         return [torch.rand(t, self.topk, generator=self.generator) for t in num_tokens]
 
     def cluster(self, **options) -> ep.LocalCluster:
-        return ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, device=self.device, **options)
+        cluster = ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, device=self.device, **options)
+        assert (cluster._group.lines is not None) == self.lines
+        return cluster
 
     def there(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """On the case's device."""

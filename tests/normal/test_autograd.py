@@ -10,11 +10,18 @@ import megatron_ep as ep
 pytestmark = pytest.mark.numerical
 
 
+def cluster_of(nodes, ranks_per_node, lines, device="cpu"):
+    """Two experts a rank. By lines all ranks are in one node."""
+    world = nodes * ranks_per_node
+    config = ep.Config(num_experts=2 * world, max_tokens=4 if lines else None)
+    return ep.LocalCluster(*((1, world) if lines else (nodes, ranks_per_node)), config, device=device)
+
+
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2), (3, 2)])
-def test_gradcheck_through_experts(nodes, ranks_per_node, device):
+def test_gradcheck_through_experts(nodes, ranks_per_node, device, lines):
     world = nodes * ranks_per_node
     ids, x, w = leaves(world, 2 * world, min(3, 2 * world), device=device)
-    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world), device=device) as cluster:
+    with cluster_of(nodes, ranks_per_node, lines, device) as cluster:
 
         def layer(*inputs):
             rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, expert_alignment=2)
@@ -28,11 +35,11 @@ def test_gradcheck_through_experts(nodes, ranks_per_node, device):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2), (3, 2)])
-def test_gradcheck_of_weighted_combine(nodes, ranks_per_node):
+def test_gradcheck_of_weighted_combine(nodes, ranks_per_node, lines):
     """To rows and weights, with padding among them."""
     world = nodes * ranks_per_node
     ids, x, _ = leaves(world, 2 * world, min(3, 2 * world))
-    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world)) as cluster:
+    with cluster_of(nodes, ranks_per_node, lines) as cluster:
         rows = ep.dispatch([tensor.detach() for tensor in x], ids, buffer=cluster, expert_alignment=2)
         generator = torch.Generator().manual_seed(0)
         inputs = [
@@ -48,10 +55,10 @@ def test_gradcheck_of_weighted_combine(nodes, ranks_per_node):
             assert gradgradcheck(combine, inputs)
 
 
-def test_gradcheck_of_weights_through_experts(device):
+def test_gradcheck_of_weights_through_experts(device, lines):
     """The weights of the rows are the probs that came with them."""
     ids, x, w = leaves(4, 8, 3, device=device)
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=8), device=device) as cluster:
+    with cluster_of(2, 2, lines, device) as cluster:
 
         def layer(*inputs):
             rows = ep.dispatch(list(inputs[:4]), ids, list(inputs[4:]), buffer=cluster, expert_alignment=2)
@@ -62,13 +69,13 @@ def test_gradcheck_of_weights_through_experts(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-def test_gradients_of_weighted_combine(dtype, needs, device):
+def test_gradients_of_weighted_combine(dtype, needs, device, lines):
     """In which precision, and zeros for padding whatever it holds."""
     need_sums(dtype, device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ids, x, _ = leaves(4, 8, 3, hidden=70)
     generator = torch.Generator(device).manual_seed(0)
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=8), device=device) as cluster:
+    with cluster_of(2, 2, lines, device) as cluster:
         ids, x = [idx.to(device) for idx in ids], [t.detach().to(device, dtype) for t in x]
         ones = [torch.ones(idx.shape, device=device) for idx in ids]
         received = ep.dispatch(x, ids, ones, buffer=cluster, expert_alignment=4)
@@ -98,9 +105,9 @@ def test_gradients_of_weighted_combine(dtype, needs, device):
             torch.testing.assert_close(weight.grad, torch.where(mask, expected, 0), **close)
 
 
-def test_second_derivative():
+def test_second_derivative(lines):
     ids, x, w = leaves(2, 4, 2, hidden=2)
-    with ep.LocalCluster(2, 1, ep.Config(num_experts=4)) as cluster:
+    with cluster_of(2, 1, lines) as cluster:
 
         def layer(*inputs):
             rows = ep.dispatch(list(inputs[:2]), ids, list(inputs[2:]), buffer=cluster)
@@ -113,9 +120,9 @@ def test_second_derivative():
         assert gradgradcheck(layer, (*x, *w))
 
 
-def test_only_one_input_needs_a_gradient():
+def test_only_one_input_needs_a_gradient(lines):
     ids, x, w = leaves(4, 8, 3)
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+    with cluster_of(2, 2, lines) as cluster:
         frozen = [tensor.detach() for tensor in x]
         rows = ep.dispatch(frozen, ids, w, buffer=cluster)
         sum((p**2).sum() for p in rows.probs).backward()
@@ -127,9 +134,9 @@ def test_only_one_input_needs_a_gradient():
             assert torch.equal(tensor.grad, (idx >= 0).sum(dim=1, keepdim=True).expand_as(tensor).double())
 
 
-def test_neither_function_keeps_its_input():
+def test_neither_function_keeps_its_input(lines):
     ids, x, w = leaves(4, 8, 3)
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+    with cluster_of(2, 2, lines) as cluster:
         inputs = [tensor.detach().clone().requires_grad_() for tensor in x]
         rows = ep.dispatch(inputs, ids, w, buffer=cluster)
         y = ep.combine([r * 1 for r in rows.x], rows.handle)

@@ -13,9 +13,9 @@ BLOCKS, CASES_PER_BLOCK = 10, 40
 
 
 @pytest.mark.parametrize("block", a_third(range(BLOCKS)))
-def test_equals_reference(block, device):
+def test_equals_reference(block, device, lines):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
-        case = Case(seed, device=device)
+        case = Case(seed, device=device, lines=lines)
         tokens = case.num_tokens()
         ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
         with case.cluster() as cluster:
@@ -31,8 +31,8 @@ def test_equals_reference(block, device):
 
 
 @pytest.mark.parametrize("seed", a_third(range(100, 130)))
-def test_combine_rounds_once_per_hop(seed):
-    case = Case(seed)
+def test_combine_rounds_once_per_hop(seed, lines):
+    case = Case(seed, lines=lines)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
     with case.cluster() as cluster:
@@ -50,10 +50,10 @@ def test_combine_rounds_once_per_hop(seed):
 
 
 @pytest.mark.parametrize("block", a_third(range(8)))
-def test_weighted_combine_equals_reference(block):
+def test_weighted_combine_equals_reference(block, lines):
     """Products and sums that are exact in every dtype."""
     for seed in range(block * 12, (block + 1) * 12):
-        case = Case(6000 + seed)
+        case = Case(6000 + seed, lines=lines)
         tokens = case.num_tokens()
         ids, x = case.ids(tokens), case.integers(tokens)
         with case.cluster() as cluster:
@@ -68,8 +68,8 @@ def test_weighted_combine_equals_reference(block):
 
 
 @pytest.mark.parametrize("seed", a_third(range(60)))
-def test_weighted_combine_bit_by_bit(seed, device):
-    case = Case(7000 + seed, max_tokens=30, device=device)
+def test_weighted_combine_bit_by_bit(seed, device, lines):
+    case = Case(7000 + seed, max_tokens=30, device=device, lines=lines)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
     with case.cluster() as cluster:
@@ -86,10 +86,10 @@ def test_weighted_combine_bit_by_bit(seed, device):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_same_bits_whatever_the_schedule(seed):
+def test_same_bits_whatever_the_schedule(seed, lines):
     results = []
     for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):
-        case = Case(1000 + seed, max_tokens=40)
+        case = Case(1000 + seed, max_tokens=40, lines=lines)
         tokens = case.num_tokens()
         with case.cluster(**options) as cluster:
             ours = ep.dispatch(case.reals(tokens), case.ids(tokens), case.weights(tokens), buffer=cluster)
@@ -100,12 +100,13 @@ def test_same_bits_whatever_the_schedule(seed):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_many_calls_on_one_buffer(seed, device):
+def test_many_calls_on_one_buffer(seed, device, lines):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
-    case = Case(2000 + seed, max_tokens=60, device=device)
+    case = Case(2000 + seed, max_tokens=60, device=device, lines=lines)
     row_bytes = 8 * 1000 + 1024
     tuning = ep.Tuning(channels=2, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes)
-    case.config = ep.Config(num_experts=case.num_experts, timeout=60, tuning=tuning)
+    most = case.max_tokens if lines else None
+    case.config = ep.Config(num_experts=case.num_experts, timeout=60, max_tokens=most, tuning=tuning)
     dtypes = summable_dtypes(device)
     with case.cluster() as cluster:
         handles = []
@@ -122,8 +123,8 @@ def test_many_calls_on_one_buffer(seed, device):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_cached_dispatch(seed, device):
-    case = Case(3000 + seed, max_tokens=60, device=device)
+def test_cached_dispatch(seed, device, lines):
+    case = Case(3000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
     with case.cluster() as cluster:
@@ -140,8 +141,8 @@ def test_cached_dispatch(seed, device):
 @pytest.mark.parametrize("seed", a_third(range(8)))
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, capacity, device, used_memory):
-    case = Case(4000 + seed, max_tokens=60, device=device)
+def test_max_recv_tokens(seed, share, slack, capacity, device, lines, used_memory):
+    case = Case(4000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows behind the last expert's are zeros, too
@@ -180,19 +181,19 @@ def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
         assert again.tokens_per_expert[0].tolist() == [1, 2], "a copy, which a graph makes again"
 
 
-def test_max_recv_tokens_leaves_out_whole_tokens():
+def test_max_recv_tokens_leaves_out_whole_tokens(lines):
     """Three tokens for expert 1 arrive before the one for expert 0, whose place comes first."""
     ids = [torch.tensor([[1], [1], [1]]), torch.tensor([[0]])]
     x = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[9.0]])]
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=4, max_tokens=3 if lines else None)) as cluster:
         rows = ep.dispatch(x, ids, buffer=cluster, max_recv_tokens=3)
         assert rows.x[0].flatten().tolist() == [0, 1, 2]
         assert [y.flatten().tolist() for y in ep.combine(rows.x, rows.handle)] == [[1, 2, 0], [0]]
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_expert_capacity(seed, device):
-    case = Case(5000 + seed, max_tokens=60, device=device)
+def test_expert_capacity(seed, device, lines):
+    case = Case(5000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
@@ -212,7 +213,7 @@ def test_expert_capacity(seed, device):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("hidden", [8, 128, 200, 1000, 7168])
-def test_float8_with_scales(hidden, scale_dtype, device):
+def test_float8_with_scales(hidden, scale_dtype, device, lines):
     def there(tensors):
         return [tensor.to(device) for tensor in tensors]
 
@@ -225,7 +226,9 @@ def test_float8_with_scales(hidden, scale_dtype, device):
         scales = [s.float() for s in scales]
     detached = [torch.rand(t, 3, generator=generator) for t in tokens]
     weights = [w.to(device, copy=True).requires_grad_() for w in detached]
-    with ep.LocalCluster(2, 2, ep.Config(num_experts=experts), device=device) as cluster:
+    nodes, most = (1, max(tokens)) if lines else (2, None)
+    config = ep.Config(num_experts=experts, max_tokens=most)
+    with ep.LocalCluster(nodes, 4 // nodes, config, device=device) as cluster:
         float8, there_ids = there([rows.view(torch.float8_e4m3fn) for rows in x]), there(ids)
         of_type = [s.view(scale_dtype) for s in scales]
         ours = ep.dispatch(float8, there_ids, weights, scales=there(of_type), buffer=cluster)
@@ -249,24 +252,25 @@ def test_float8_with_scales(hidden, scale_dtype, device):
         assert_all_equal([weight.grad for weight in weights], place.split(tokens))
 
 
-def test_top_32_of_32_experts():
+def test_top_32_of_32_experts(lines):
     generator = torch.Generator().manual_seed(0)
     ids = [torch.rand(t, 32, generator=generator).argsort(dim=1) for t in (3, 4)]
     x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in (3, 4)]
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=32)) as cluster:
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=32, max_tokens=4 if lines else None)) as cluster:
         ours = ep.dispatch(x, ids, buffer=cluster)
         assert_all_equal(ep.combine(ours.x, ours.handle), [32 * rows for rows in x])
 
 
-def test_more_ranks_than_lanes():
-    """40 source ranks: a receiver serves 32 rings."""
+def test_more_ranks_than_lanes(lines):
+    """40 source ranks: a receiver serves 32 rings, and reads the words of 32 ranks at once."""
     generator = torch.Generator().manual_seed(0)
     tokens = [rank % 4 for rank in range(40)]
     ids = [torch.rand(t, 80, generator=generator).topk(5, dim=1).indices for t in tokens]
     x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in tokens]
     weights = [torch.rand(t, 5, generator=generator) for t in tokens]
-    for nodes in (1, 2, 40):
-        config = ep.Config(num_experts=80, tuning=ep.Tuning(nvl_ring_bytes=512, rdma_ring_bytes=512))
+    for nodes in (1,) if lines else (1, 2, 40):
+        tuning = ep.Tuning(nvl_ring_bytes=512, rdma_ring_bytes=512)
+        config = ep.Config(num_experts=80, max_tokens=3 if lines else None, tuning=tuning)
         with ep.LocalCluster(nodes, 40 // nodes, config) as cluster:
             ours = ep.dispatch(x, ids, weights, buffer=cluster)
             assert_all_equal(ours.x, reference.dispatch(x, ids, weights, 80)[0])

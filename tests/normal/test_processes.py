@@ -20,9 +20,16 @@ from megatron_ep.buffer.host import HostBackend
 from megatron_ep.meeting.nodes import VARIABLE
 
 
-def run_one_interrupted():
+def calls_of(lines, nodes=2, **settings):
+    """By lines all ranks are in one node."""
+    calls = Normal(HOST, 1, max_tokens=64, **settings) if lines else Normal(HOST, nodes, **settings)
+    assert (calls.buffer._group.lines is not None) == lines
+    return calls
+
+
+def run_one_interrupted(lines):
     """Ctrl-C on rank 2 in the middle of a call, where nothing waits."""
-    calls = Normal(HOST)
+    calls = calls_of(lines)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     if buffer.rank == 2:
         with pytest.raises(KeyboardInterrupt), buffer._group.abort_peers_on_error():
@@ -33,13 +40,13 @@ def run_one_interrupted():
     calls.is_usable_again()
 
 
-def test_the_others_hear_that_a_rank_was_interrupted(ranks):
-    ranks.run(run_one_interrupted)
+def test_the_others_hear_that_a_rank_was_interrupted(ranks, lines):
+    ranks.run(run_one_interrupted, lines)
 
 
-def run_no_memory_in_backward(kind):
+def run_no_memory_in_backward(kind, lines):
     """Rank 2 cannot have what the backward pass returns."""
-    calls = Normal(HOST, timeout=60)
+    calls = calls_of(lines, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     leaf = x.requires_grad_()
     rows = ep.dispatch(leaf, ids, weights, buffer=buffer)
@@ -63,13 +70,13 @@ def run_no_memory_in_backward(kind):
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
-def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind):
-    ranks.run(run_no_memory_in_backward, kind)
+def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind, lines):
+    ranks.run(run_no_memory_in_backward, kind, lines)
 
 
-def run_checkpointed():
+def run_checkpointed(lines):
     """What the backward pass computes again is not told to anyone as a failure."""
-    calls = Normal(HOST)
+    calls = calls_of(lines)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
     gradient = x + 1
 
@@ -88,8 +95,8 @@ def run_checkpointed():
     buffer.close()
 
 
-def test_checkpointed(ranks):
-    ranks.run(run_checkpointed)
+def test_checkpointed(ranks, lines):
+    ranks.run(run_checkpointed, lines)
 
 
 def run_different_calls():
@@ -165,10 +172,10 @@ SENT = {  # by even ranks, by odd ones
 }
 
 
-def run_disagreement(kind):
+def run_disagreement(kind, lines):
     # between nodes somebody else meets the row first, and chance decides whether a rank hears of it
     has_one_hop = kind == "rows of before a reset"
-    calls = Normal(HOST, 1 if has_one_hop else 2)
+    calls = calls_of(lines, 1 if has_one_hop else 2)
     buffer = calls.buffer
     for _ in range(3 if has_one_hop else 1):
         with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out") as error:
@@ -184,8 +191,8 @@ DISAGREEMENTS += ["other handle", "handle of before a reset", "rows of before a 
 
 
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
-def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
-    ranks.run(run_disagreement, kind)
+def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind, lines):
+    ranks.run(run_disagreement, kind, lines)
 
 
 def run_mistakes_outside_the_tensors(kind):

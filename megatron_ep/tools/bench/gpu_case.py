@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import megatron_ep as ep
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS
 from megatron_ep.fabrics.gpu import check_device
 from megatron_ep.reference import SCALE_BLOCK
 from megatron_ep.tools.arguments import add_rounds, add_sizes, add_tokens, positive
@@ -54,6 +55,7 @@ class Case:
     experts: int
     local_pass: bool | None = None
     routing: str = "uniform"  # see `draw_experts`
+    promises: bool = False  # whether `Config.max_tokens` is the number of tokens
 
     @property
     def world_size(self) -> int:
@@ -66,6 +68,7 @@ class Case:
             num_experts=self.experts,
             num_sms=self.num_sms,
             timeout=10,
+            max_tokens=self.tokens if self.promises and self.tokens <= MAX_LOW_LATENCY_TOKENS else None,
             tuning=ep.Tuning(
                 channels=self.channels,
                 nvl_ring_bytes=self.ring_slots * slot_bytes,
@@ -83,6 +86,7 @@ class Case:
         channels = f" channels={self.channels}" if self.channels else ""
         slots = f"{self.ring_slots}+{self.network_slots or 'default'}" if self.nodes > 1 else f"{self.ring_slots}"
         local_pass = {True: " intra-rank pass", False: " no intra-rank pass", None: ""}[self.local_pass]
+        local_pass += " max_tokens=T" if self.config.max_tokens else ""
         return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots}{local_pass} {self.sizes}"
 
 
@@ -132,6 +136,7 @@ def cases_of(
             *sizes,
             {"on": True, "off": False}.get(local),
             routing,
+            getattr(arguments, "max_tokens", False),
         )
         for num_sms in arguments.num_sms
         for channels in arguments.channels

@@ -1,0 +1,258 @@
+"""Dispatches and combines with few tokens, by lines: plans that fill the arguments of the low-latency kernels.
+
+A row goes straight to each rank that wants it, in packets with inline flags. Results have the bits of the rings, which
+all other calls take. Lists have one entry per rank of this process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer.interface import Backend, RowCounts
+from megatron_ep.buffer.low_latency import Lines
+from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.normal import expert_ids
+from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
+from megatron_ep.normal.plan import Maybe, Outputs, Tensor, Tensors
+from megatron_ep.normal.row_counts import max_arrivals
+
+# Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
+DISPATCH_GIVEN = (
+    *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
+    *("tokens_per_expert", "max_rows", "layout_call", "handle_age"),
+)
+COMBINE_GIVEN = (
+    *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "handle_age"),
+)
+OVERFLOW = 0  # offset in a handle's layout
+
+
+def goes_by_lines(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor, is_traced: bool) -> bool:
+    """Returns whether a dispatch goes by lines, and with it all later calls with its handle; otherwise they go through
+    rings. All ranks decide alike, because the number of tokens is a promise of all.
+
+    max_tokens: argument of the dispatch. x: rows of this rank, before a conversion to float8.
+    """
+    lines, promised = group.lines, max_tokens or group.config.max_tokens
+    if lines is None or promised is None or promised > lines.max_tokens:
+        return False
+    row_bytes = x.shape[1] * max(2, x.element_size())  # sums are of at least two bytes per element
+    return layout == "grouped" and not is_traced and row_bytes <= lines.row_bytes
+
+
+class LinesDispatchPlan:
+    """The plan of a dispatch of the ranks of this process, with new ids or with the layout of a handle."""
+
+    def __init__(
+        self, handle: Handle, xs: Tensors, scales: Tensors | None, weights: Tensors | None, *, clears_end: bool
+    ):
+        group, request = handle.group, _request_of(handle)
+        lines = _lines_of(group)
+        self.topk, self.lines, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
+        self.is_new, self.offsets = handle.request is not None, lines.ranks.offsets(handle.topk)
+        self.waits = request.max_recv_tokens is None
+        self.num_tokens = [x.shape[0] for x in xs]
+        self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
+        self.weight_dtype = None if weights is None else weights[0].dtype
+        has_padding = request.expert_alignment > 1 or request.expert_capacity > 0
+        self.clears_rows = has_padding or (clears_end and not self.waits)
+        world, local_experts = group.topology.world_size, group.num_local_experts
+        self.room = request.max_recv_tokens or request.expert_capacity * local_experts
+        if not self.room:
+            padding = local_experts * (request.expert_alignment - 1)
+            self.room = world * lines.ranks.heap.max_tokens * min(self.topk, local_experts) + padding
+        members = {
+            "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
+            "expert_alignment": request.expert_alignment,
+            "expert_rows": request.expert_capacity,
+            "clears_weights": weights is not None and (has_padding or not self.waits),
+        }
+        row = _format_of(lines, self.topk, xs[0], self.scale_type, self.weight_dtype)
+        of_ranks, most = [], world * lines.ranks.heap.max_tokens
+        for tokens in self.num_tokens:
+            received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
+            of_ranks.append(members | {"num_tokens": tokens, "max_received": received if received < most else 0})
+        self.call = lines.ranks.group.dispatch(row, of_ranks, DISPATCH_GIVEN)
+
+    def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
+        """See `megatron_ep.normal.plan.DispatchPlan`."""
+        [outputs] = self.run_all(handle, backend, listed(ids) or (), [x], listed(scales), listed(weights))
+        return outputs
+
+    def run_all(
+        self,
+        handle: Handle,
+        backend: Backend,
+        ids: Tensors,
+        xs: Tensors,
+        scales: Tensors | None,
+        weights: Tensors | None,
+    ) -> list[Outputs]:
+        """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; none use the handle's layout."""
+        group, lines, stream = handle.group, _lines_of(handle.group), backend.current_stream()
+        if self.is_new:
+            self._check_ids(group, ids)
+        else:
+            _check(handle, backend, stream)
+        parts, given, made = list[Outputs](), tuple[Any, ...](), list[RankHandle]()
+        for i, x in enumerate(xs):
+            # Another dispatch with a handle's layout makes the same layout again, in other memory.
+            layout = torch.empty(self.offsets["size"], dtype=torch.int32, device=group.device)
+            counts, rows, layout_call = None, self.room, 0
+            chosen: Any
+            if self.is_new:
+                counts, chosen = backend.new_counts(group.num_local_experts, wait=self.waits, index=i), ids[i]
+                made.append(RankHandle(self.topk, RowCounts(self.num_tokens[i], rows, 0, 0), layout, counts, stream))
+            else:
+                rows, before = handle.ranks[i].rows, handle.ranks[i].layout.data_ptr()
+                chosen, layout_call = (before + 4 * self.offsets[part] for part in ("experts", "dispatch_call"))
+            out, out_scales, probs = parts_of_rank = self._new_outputs(backend, rows)
+            parts.append(parts_of_rank)
+            call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
+            given += (layout, call, chosen, x, _at(scales, i), _at(weights, i), out, out_scales, probs)
+            given += (counts, rows, layout_call, handle.age)
+        lines.ranks.launch(backend, self.call, stream, given)
+        if made:
+            if self.waits:
+                parts = self._wait_for_counts(group, backend, ids, made, parts)
+            handle.ranks = made
+        if backend.aborted() is not None:
+            group.raise_if_aborted()
+        return parts
+
+    def _check_ids(self, group: RankGroup, ids: Tensors) -> None:
+        """Raises ValueError for invalid ids on the CPU. On a GPU the kernels find them."""
+        if group.device.type == "cpu":
+            for rank, idx in zip(group.ranks, ids, strict=True):
+                expert_ids.check(idx, group.config.num_experts, rank if len(ids) > 1 else None)
+
+    def _wait_for_counts(
+        self, group: RankGroup, backend: Backend, ids: Tensors, made: list[RankHandle], parts: list[Outputs]
+    ) -> list[Outputs]:
+        """Waits for the launch, and returns the outputs without the room that no row took. Raises ValueError for
+        invalid ids that a GPU has found."""
+        backend.finish_launches()
+        aborted = backend.aborted()
+        if aborted is not None and aborted[0] == "bad_input" and aborted[1] in group.ranks:
+            expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
+        if aborted is not None:
+            group.raise_if_aborted()
+        exact = []
+        for rank, outputs in zip(made, parts, strict=True):
+            rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
+            rows = int(rank.tokens_per_expert[0].sum())
+            rank.counts = rank.counts._replace(rows=rows)
+            if rows == self.room:
+                exact.append(outputs)
+                continue
+            out, scales, probs = outputs
+            scales, probs = (tensor if tensor is None else tensor[:rows].clone() for tensor in (scales, probs))
+            exact.append((out[:rows].clone(), scales, probs))
+        return exact
+
+    def _new_outputs(self, backend: Backend, rows: int) -> Outputs:
+        out = backend.new_output((rows, self.hidden), self.dtype)
+        scales = probs = None
+        if self.scale_type is not None:
+            scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
+        if self.weight_dtype is not None:
+            probs = backend.new_output((rows,), self.weight_dtype)
+        for tensor in (out, scales) if self.clears_rows else ():
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
+        return out, scales, probs
+
+
+class LinesCombinePlan:
+    """The plan of a combine of the ranks of this process. weights are sent with the rows, row_weights multiply them."""
+
+    def __init__(self, handle: Handle, xs: Tensors, weights: Tensors | None):
+        lines = _lines_of(handle.group)
+        self.offsets, self.topk = lines.ranks.offsets(handle.topk), handle.topk
+        self.weight_dtype = None if weights is None else weights[0].dtype
+        row = _format_of(lines, self.topk, xs[0], None, self.weight_dtype)
+        members = [{"num_tokens": rank.num_tokens, "sum_at_expert": True} for rank in handle.ranks]
+        self.call = lines.ranks.group.combine(row, members, COMBINE_GIVEN)
+
+    def run(
+        self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
+    ) -> tuple[Tensor, Maybe]:
+        """See `megatron_ep.normal.plan.CombinePlan`."""
+        assert not biases
+        [sums] = self.run_all(handle, backend, [x], listed(weights), listed(row_weights))
+        return sums
+
+    def run_all(
+        self, handle: Handle, backend: Backend, xs: Tensors, weights: Tensors | None, row_weights: Tensors | None
+    ) -> list[tuple[Tensor, Maybe]]:
+        """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
+        group, stream = handle.group, backend.current_stream()
+        _check(handle, backend, stream)
+        parts, given = list[tuple[Tensor, Maybe]](), tuple[Any, ...]()
+        for i, rank in enumerate(handle.ranks):
+            y = backend.new_output((rank.num_tokens, xs[i].shape[1]), xs[i].dtype)
+            y_weights = None
+            if self.weight_dtype is not None:
+                y_weights = torch.empty(rank.num_tokens, self.topk, dtype=self.weight_dtype, device=group.device)
+            parts.append((y, y_weights))
+            call, layout_call = (
+                rank.layout.data_ptr() + 4 * self.offsets[part] for part in ("combine_call", "dispatch_call")
+            )
+            factors = _at(row_weights, i)
+            if factors is not None and not factors.numel():
+                factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
+            given += (rank.layout, call, xs[i], _at(weights, i), factors, y, y_weights)
+            given += (rank.rows, layout_call, handle.age)
+        _lines_of(group).ranks.launch(backend, self.call, stream, given)
+        if backend.aborted() is not None:
+            group.raise_if_aborted()
+        return parts
+
+
+def _lines_of(group: RankGroup) -> Lines:
+    group.live_backend()  # raises if the buffer is closed
+    assert group.lines is not None, "a handle by lines has a group with lines"
+    return group.lines
+
+
+def _request_of(handle: Handle) -> CountRequest:
+    assert handle.lines is not None
+    return handle.lines
+
+
+def _check(handle: Handle, backend: Backend, stream: int) -> None:
+    """Keeps the handle's memory for the next launch. Raises ValueError if its dispatch was given up, after a reset."""
+    for rank in handle.ranks:
+        if rank.made_on != stream:
+            backend.keep_for_launch([rank.layout], rank.made_on)
+        if handle.age and int(rank.layout[OVERFLOW]) == -1:
+            raise ValueError("handle is of a dispatch that failed before the buffer's reset, must be of a later one")
+
+
+def _format_of(
+    lines: Lines, topk: int, x: Tensor, scales: tuple[int, torch.dtype] | None, weights: torch.dtype | None
+) -> _C.RowFormat:
+    payload_bytes = x.shape[1] * x.element_size()
+    if payload_bytes > lines.row_bytes:
+        raise ValueError(
+            f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {lines.row_bytes} bytes with the handle of a "
+            "dispatch by lines, see Config.row_bytes"
+        )
+    return _C.RowFormat(
+        payload_bytes=payload_bytes,
+        scale_bytes=0 if scales is None else scales[0] * scales[1].itemsize,
+        weight_bytes=0 if weights is None else weights.itemsize,
+        topk=topk,
+        payload_type=PAYLOAD_TYPES[x.dtype],
+    )
+
+
+def listed(tensor: Maybe) -> list[Tensor] | None:
+    return None if tensor is None else [tensor]
+
+
+def _at(tensors: Tensors | None, i: int) -> Maybe:
+    return tensors[i] if tensors else None

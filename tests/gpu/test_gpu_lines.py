@@ -1,0 +1,87 @@
+"""Dispatches with few tokens by lines on GPUs: the bits of the rings between processes and in CUDA graphs.
+
+What ranks of one process do is tested with the other dispatches (tests/normal).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_cases import SIZES, check_cases
+
+import megatron_ep as ep
+
+W, T, K, H, E, ROWS = 2, 16, 3, 520, 8, 80
+
+
+def set_device():
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+
+def run_cases(sizes, seeds):
+    set_device()
+    config = replace(SIZES[sizes].config(), max_tokens=SIZES[sizes].max_tokens, num_sms=8)
+    with ep.Buffer(None, config, ep.Topology(1, W), device="cuda") as buffer:
+        if buffer._group.lines is None:
+            return False
+        assert buffer._group.lines.max_tokens == config.max_tokens
+        check_cases(buffer, SIZES[sizes], seeds)
+    return True
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_processes_have_the_bits_of_the_rings(ranks, sizes):
+    if not all(ranks.run(run_cases, sizes, range(12))):
+        pytest.skip("the links between these GPUs do not keep packets whole")
+
+
+def inputs(seed):
+    generator = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+    ids = torch.rand(T, E, generator=generator, device="cuda").topk(K, dim=1).indices
+    x = torch.randn(T, H, generator=generator, device="cuda").bfloat16()
+    return x, ids, torch.rand(T, K, generator=generator, device="cuda")
+
+
+def layer(buffer, x, ids, weights):
+    """Rows, their weights and counts, sums, gradients of x and weights."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    received = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    assert (received.handle.lines is not None) == (buffer._group.lines is not None)
+    y = ep.combine(received.x * 2, received.handle, received.probs)
+    grads = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
+    return received.x.detach(), received.probs.detach(), received.tokens_per_expert, y.detach(), *grads
+
+
+def run_in_a_graph():
+    set_device()
+    config = ep.Config(E, timeout=20)
+    with (
+        ep.Buffer(None, replace(config, max_tokens=T), ep.Topology(1, W), device="cuda") as by_lines,
+        ep.Buffer(None, config, ep.Topology(1, W), device="cuda") as through_rings,
+    ):
+        static = inputs(0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(by_lines, *static)
+        side.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(by_lines, *static)
+        for seed in range(1, 5):
+            for tensor, new in zip(static, inputs(seed), strict=True):
+                tensor.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = layer(through_rings, *static)
+            for number, (ours, theirs) in enumerate(zip(captured, expected, strict=True)):
+                assert torch.equal(ours, theirs), (seed, number)
+        by_lines.synchronize()
+        del graph, captured
+        torch.cuda.synchronize()
+
+
+def test_in_a_graph(ranks):
+    ranks.run(run_in_a_graph)

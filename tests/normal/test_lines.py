@@ -1,0 +1,194 @@
+"""Dispatches with few tokens go by lines: the bits of the rings, and which of both a call takes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case
+from process_cases import SIZES, Inputs, bits, check_cases, results
+from repeats import a_third
+
+import megatron_ep as ep
+
+W = 4
+
+
+def settings(**changes):
+    return ep.Config(**{"num_experts": 8, "timeout": 20, "max_tokens": 16, **changes})
+
+
+def inputs(tokens=(5, 0, 16, 9), experts=8, topk=3, hidden=40):
+    generator = torch.Generator().manual_seed(experts)
+    x = [torch.randn(t, hidden, generator=generator) for t in tokens]
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
+
+
+@pytest.mark.parametrize("seed", a_third(range(60)))
+def test_all_results_have_the_bits_of_the_rings(seed):
+    case = Case(seed, max_tokens=50, lines=True)
+    with (
+        case.cluster(**({"seed": seed} if seed % 2 else {"threads": 1 + seed % 3})) as by_lines,
+        ep.LocalCluster(1, case.world, replace(case.config, max_tokens=None)) as through_rings,
+    ):
+        drawn = Inputs.draw(case, through_rings)
+        ours, expected = results(drawn, by_lines), results(drawn, through_rings)
+    assert ours.keys() == expected.keys()
+    for name, tensors in ours.items():
+        for a, b in zip(tensors, expected[name], strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)), name
+
+
+def run_cases(sizes, seeds):
+    config = replace(SIZES[sizes].config(), max_tokens=SIZES[sizes].max_tokens)
+    with ep.Buffer(None, config, ep.Topology(1, W)) as buffer:
+        assert buffer._group.lines is not None
+        check_cases(buffer, SIZES[sizes], seeds)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_processes_have_the_bits_of_the_rings(ranks, sizes):
+    ranks.run(run_cases, sizes, range(12))
+
+
+def test_which_calls_go_by_lines():
+    x, ids, weights = inputs()
+    wide = [torch.randn(len(idx), 4000) for idx in ids]  # 16,000 bytes a row
+
+    def goes_by_lines(cluster, rows=x, **options):
+        received = ep.dispatch(rows, ids, weights, buffer=cluster, **options)
+        ep.combine(received.x, received.handle)
+        return received.handle.lines is not None
+
+    with ep.LocalCluster(1, W, settings()) as cluster:
+        assert goes_by_lines(cluster)
+        assert goes_by_lines(cluster, max_tokens=16)
+        assert goes_by_lines(cluster, max_recv_tokens=50)
+        assert not goes_by_lines(cluster, max_tokens=17), "more than the memory of lines holds"
+        assert not goes_by_lines(cluster, layout="flat")
+        assert not goes_by_lines(cluster, wide)
+    with ep.LocalCluster(1, W, settings(row_bytes=16_000)) as cluster:
+        assert goes_by_lines(cluster, wide)
+    for nodes, config in ((2, settings()), (1, settings(max_tokens=None))):
+        with ep.LocalCluster(nodes, W // nodes, config) as cluster:
+            assert not goes_by_lines(cluster)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"max_tokens": 15}, {}, r"topk_idx has 16 tokens, must have at most Config\.max_tokens = 15"),
+        ({}, {"max_tokens": 15}, r"topk_idx has 16 tokens, must have at most max_tokens = 15"),
+        ({}, {"max_tokens": 0}, r"max_tokens is 0, must be an int in \[1, "),
+        ({}, {"max_tokens": True}, r"max_tokens is True, must be an int"),
+        ({"max_tokens": None}, {"max_tokens": 64}, r"max_tokens is 64, must be None without Config\.max_tokens"),
+    ],
+)
+def test_broken_promises(config, options, message):
+    x, ids, _ = inputs()
+    with ep.LocalCluster(1, W, settings(**config)) as cluster:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                ep.dispatch(x, ids, buffer=cluster, **options)
+        few = [idx[:8] for idx in ids]
+        ep.dispatch([rows[:8] for rows in x], few, buffer=cluster)  # nothing was sent
+
+
+def test_arguments_that_belong_to_the_handle():
+    x, ids, _ = inputs()
+    with ep.LocalCluster(1, W, settings()) as cluster:
+        received = ep.dispatch(x, ids, buffer=cluster)
+        with pytest.raises(ValueError, match="max_tokens must not be given with a handle"):
+            ep.dispatch(x, handle=received.handle, max_tokens=16)
+        wide = [torch.zeros(len(rows), 4000) for rows in received.x]
+        with pytest.raises(ValueError, match=r"x has rows of 4000 x torch.float32, must have at most 14336 bytes"):
+            ep.combine(wide, received.handle)
+
+
+@pytest.mark.parametrize("value", [0, 1025, 2.0, True])
+def test_the_setting_is_checked(value):
+    with pytest.raises(ValueError, match=rf"Config\.max_tokens is {value}, must be an int in \[1, 1024\]"):
+        ep.Config(8, max_tokens=value)
+
+
+def test_invalid_ids_are_refused_before_anything_is_sent():
+    x, ids, _ = inputs()
+    bad = [idx.clone() for idx in ids]
+    bad[2][3] = torch.tensor([1, 1, 2])
+    with ep.LocalCluster(1, W, settings()) as cluster:
+        received = ep.dispatch(x, ids, buffer=cluster)
+        with pytest.raises(ValueError, match=r"topk_idx of rank 2 is \[1, 1, 2\] at token 3"):
+            ep.dispatch(x, bad, buffer=cluster)
+        assert len(ep.combine(received.x, received.handle)) == W
+
+
+@pytest.mark.parametrize("wait", range(1, 40, 3))
+def test_a_rank_that_stops_anywhere(wait):
+    """In a layer and its backward pass. Nobody takes what arrived for data; afterwards the buffer works."""
+    x, ids, weights = inputs()
+
+    def layer(cluster):
+        leaves = [rows.clone().requires_grad_() for rows in x]
+        received = ep.dispatch(leaves, ids, weights, buffer=cluster, max_recv_tokens=60)
+        handles.append((received, received.handle))
+        y = ep.combine(received.x, received.handle, received.probs)
+        sum(part.sum() for part in y).backward()
+        return [leaf.grad for leaf in leaves]
+
+    handles = []
+    with ep.LocalCluster(1, W, settings(), seed=wait, stalled=(1, wait)) as cluster:
+        with pytest.raises(ep.EPTimeoutError, match="low-latency"):
+            for _ in range(40):
+                layer(cluster)
+        failed = [received for received, _ in handles if received.overflow[1].item() == -1]
+        for received in failed:
+            assert received.tokens_per_expert[1].eq(-1).all() and received.x[1].isnan().all()
+        cluster.reset()
+        expected = layer(cluster)
+        for received, handle in handles[:-1]:
+            if received in failed:
+                with pytest.raises(ValueError, match="handle is of a dispatch that failed before the buffer's reset"):
+                    ep.combine(received.x, handle)
+            else:
+                ep.combine(received.x, handle)
+        assert all(torch.equal(a, b) for a, b in zip(layer(cluster), expected, strict=True))
+
+
+# ---- ranks that disagree
+
+
+def run_different_settings():
+    import torch.distributed as dist
+
+    with pytest.raises(ValueError, match=r"max_tokens is .* on rank"):
+        ep.Buffer(None, settings(max_tokens=16 + dist.get_rank() % 2))
+
+
+def test_ranks_must_promise_the_same(ranks):
+    ranks.run(run_different_settings)
+
+
+def run_one_goes_through_rings():
+    x, ids, _ = inputs()
+    with ep.Buffer(None, settings(timeout=1.0)) as buffer:
+        own = (x[buffer.rank], ids[buffer.rank])
+        with pytest.raises(ep.EPError):
+            ep.dispatch(*own, buffer=buffer, max_tokens=17 if buffer.rank == 1 else None)
+            ep.dispatch(*own, buffer=buffer)
+        buffer.reset()
+        received = ep.dispatch(*own, buffer=buffer)
+        rows = received.x.clone().requires_grad_()
+        y = ep.combine(rows, received.handle)
+        buffer.release()
+        assert buffer._group.lines is None
+        with pytest.raises(ValueError, match="buffer is closed"):
+            y.sum().backward()
+
+
+def test_ranks_that_promise_otherwise_in_a_call(ranks):
+    ranks.run(run_one_goes_through_rings)
+
+
+def test_ranks_that_rejoin_must_not_promise():
+    with pytest.raises(ValueError, match=r"Config\.max_tokens is 16, must be None where ranks rejoin"):
+        ep.rejoin(None, 0, W, settings(), max_tokens=8, hidden=8, topk=2)
