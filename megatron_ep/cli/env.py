@@ -17,6 +17,7 @@ from megatron_ep.diagnosis import env
 
 PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
 GOODBYE_S = 10.0
+LIMIT_S = PATIENCE_S + 3 * GOODBYE_S  # for all calls of the store, of which some have no bound
 
 # Facts of a report that have to be the same on all ranks, or results, speed or the set-up itself would suffer.
 MATTERING = {
@@ -91,13 +92,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _compare_all() -> int:
     from torch.distributed import PrefixStore, rendezvous
 
-    from megatron_ep.meeting import codec
+    from megatron_ep.meeting import codec, place
 
     timeout = timedelta(seconds=PATIENCE_S)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    report = env.collect()
     try:
-        text, status = exchange(store, rank, world_size, env.collect(), timeout)
+        text, status = place.bounded(LIMIT_S, lambda: exchange(store, rank, world_size, report, timeout))
     except RuntimeError as error:
         print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
         return 1

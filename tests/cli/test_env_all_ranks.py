@@ -104,6 +104,18 @@ def test_nobody_waits_for_ever(report):
     assert "did not report within 0.5 s: rank 1\n" in results[0][0]
 
 
+def test_a_store_that_does_not_answer_is_given_up(report, monkeypatch, capsys):
+    answers = threading.Event()
+    silent = mock.Mock(set=lambda *_: answers.wait(60))
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(silent, 1, 2)]))
+    monkeypatch.setattr(dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(all_ranks, "LIMIT_S", 0.2)
+    monkeypatch.setattr(env, "collect", lambda: report)
+    assert all_ranks._compare_all() == 1
+    answers.set()
+    assert "rank 1 lost the others: the store of torch.distributed did not answer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("told", ["{not JSON", "[]", '{"system": 1}', '{"system": {}}', "1" * 5000])
 def test_a_report_that_no_rank_has_told(report, told):
     store = dist.HashStore()

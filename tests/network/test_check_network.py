@@ -3,12 +3,14 @@
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import cpp
@@ -17,12 +19,14 @@ import machines
 import pytest
 import torch.distributed as dist
 from cards import cards_with
+from waits import within
 
 from megatron_ep import megatron as megatron_side
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
+from megatron_ep.meeting import place
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.local_ranks import LocalRanks
 from megatron_ep.tools.network import examination as network_examination
@@ -138,6 +142,20 @@ def test_packets_that_are_too_large_for_the_way(tmp_path):
         assert status == 1 and time.monotonic() - started < 100
     said = [(tmp_path / f"{machine}.log").read_text() for machine in range(2)]
     assert any("packets above some size are lost" in text for text in said), said
+
+
+def test_a_store_whose_bytes_do_not_arrive_is_named(monkeypatch):
+    """The command then ends by itself, and not by Python, which waits for the call or aborts it."""
+    monkeypatch.setattr(network_examination, "TRIAL_S", 0.2)
+    arrived = threading.Event()
+    store = SimpleNamespace(set=lambda *_: arrived.wait(60), get=mock.Mock(), delete_key=mock.Mock())
+    rendezvous = SimpleNamespace(connection=lambda: store, gather=lambda mine: [mine])
+    assert not place.has_abandoned_calls()
+    with pytest.raises(EPError, match=r"are connected, but of what passes .*: packets above some size are lost"):
+        network_examination.Examination._try_store(SimpleNamespace(rank=0, rendezvous=rendezvous))
+    assert place.has_abandoned_calls()
+    arrived.set()
+    assert within(20, lambda: not place.has_abandoned_calls())
 
 
 def test_links_that_are_slow_alike_are_remarked_on():

@@ -8,10 +8,10 @@ import importlib.metadata
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from megatron_ep import _C
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
 from megatron_ep.meeting import addresses, processes
+from megatron_ep.meeting.place import in_thread
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.network.report import Findings, Half, Link
 from megatron_ep.tools.network.trial import NetworkTrial
@@ -209,16 +210,14 @@ class Examination:
         key = f"trial {self.rank}"
 
         def pass_there_and_back() -> None:
-            with contextlib.suppress(RuntimeError):  # later steps report a failed store
-                store.set(key, "0" * TRIAL_BYTES)
-                store.get(key)
-                store.delete_key(key)
+            store.set(key, "0" * TRIAL_BYTES)
+            store.get(key)
+            store.delete_key(key)
 
-        trial = threading.Thread(target=pass_there_and_back, daemon=True)
-        trial.start()
-        trial.join(TRIAL_S)
+        trial = in_thread(pass_there_and_back)  # later steps report a failed store
+        futures.wait([trial], TRIAL_S)
         place = f"{os.uname().nodename} (rank {self.rank}) and the store at MASTER_ADDR"
-        mine = f"{place} are connected, but of what passes {BLACK_HOLE}" if trial.is_alive() else ""
+        mine = f"{place} are connected, but of what passes {BLACK_HOLE}" if not trial.done() else ""
         faults = [fault for fault in self.rendezvous.gather(mine) if fault]
         if faults:
             raise EPError("; ".join(faults))
