@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple, Protocol
 
 from megatron_ep import _C
@@ -11,6 +12,8 @@ from megatron_ep.buffer.interface import Backend, Given
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
+
+log = logging.getLogger("megatron_ep.buffer")
 
 SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.Phase.send_and_receive))
 
@@ -112,15 +115,21 @@ class Lines(NamedTuple):
 
 
 def connect_lines(group: Any) -> Lines | None:
-    """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it, with several nodes, and
-    between GPUs whose links do not keep packets whole. Collective."""
-    config = group.config
-    if config.max_tokens is None or group.topology.nodes > 1 or group.spans_machines:
+    """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it and, with a warning, with
+    several nodes and between GPUs whose links do not keep packets whole. Collective."""
+    config, backend = group.config, group.live_backend()
+    if config.max_tokens is None:
         return None
-    most, backend = config.max_tokens, group.live_backend()
-    if not isinstance(backend, HostBackend):
-        if not (backend.connection.maps_all_ranks and group.keeps_lines()):
-            return None
+    most, is_on_host, why = config.max_tokens, isinstance(backend, HostBackend), ""
+    if group.topology.nodes > 1 or group.spans_machines:
+        why = "the ranks are of several nodes"
+    elif not is_on_host and not (backend.connection.maps_all_ranks and group.keeps_lines()):
+        why = "the links between these GPUs do not keep packets whole"
+    if why:
+        if group.ranks[0] == 0:
+            log.warning("Config.max_tokens is %d, but no call goes by lines: %s", most, why)
+        return None
+    if not is_on_host:
         most = min(most, sizes.most_tokens_by_lines(_blocks(group, lines=True)))
     largest = sizes.largest_row(config)
     ranks, _ = connect(group, most, largest, None, sums_at_expert=True)

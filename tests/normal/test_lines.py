@@ -51,7 +51,7 @@ def test_processes_have_the_bits_of_the_rings(ranks, sizes):
     ranks.run(run_cases, sizes, range(12))
 
 
-def test_which_calls_go_by_lines():
+def test_which_calls_go_by_lines(caplog):
     x, ids, weights = inputs()
     wide = [torch.randn(len(idx), 4000) for idx in ids]  # 16,000 bytes a row
 
@@ -72,6 +72,7 @@ def test_which_calls_go_by_lines():
     for nodes, config in ((2, settings()), (1, settings(max_tokens=None))):
         with ep.LocalCluster(nodes, W // nodes, config) as cluster:
             assert not goes_by_lines(cluster)
+    assert caplog.messages == ["Config.max_tokens is 16, but no call goes by lines: the ranks are of several nodes"]
 
 
 @pytest.mark.parametrize(
