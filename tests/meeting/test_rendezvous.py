@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
@@ -149,12 +150,13 @@ def run_absence(absent: int, begin: Callable[[float], StoreRendezvous]) -> None:
     apart()
     if dist.get_rank() == absent:
         apart()
+        rendezvous.timeout = timedelta(seconds=60)
     started = time.monotonic()
     with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 2 of .* within 1 s$"):
         rendezvous.gather(None)
     waited = time.monotonic() - started
     if dist.get_rank() == absent:
-        assert waited < PATIENCE / 2, "the decision was there already"
+        assert waited < 30, "the decision was there already"
     else:
         assert PATIENCE * 0.9 < waited < PATIENCE + 5
         apart()
@@ -279,26 +281,29 @@ def test_a_store_that_falls_silent_is_not_waited_for(ranks) -> None:
     ranks.run(run_silence)
 
 
-def run_threads() -> None:
-    """Two threads of each rank meet over two groups, which begin in another order on each rank, while a third one waits
-    at the store of the process."""
-    groups = [dist.new_group(list(range(W))) for _ in range(2)]
+def run_threads(port: int) -> None:
+    """Two threads of each rank meet at two places, which begin in another order on each rank, while a third one waits
+    at the store of the process, whose connection serves one thread at a time."""
+    rank = dist.get_rank()
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+    places = [dist.PrefixStore(name, store) for name in ("first", "second")]
     with ThreadPoolExecutor(3) as pool:
-        waits = pool.submit(_get_default_store().wait, ["never"], timedelta(seconds=4))
+        waits, met = pool.submit(store.wait, [f"late {rank}"], timedelta(seconds=60)), []
         time.sleep(0.2)
-        started, met = time.monotonic(), []
-        for group in groups if dist.get_rank() else reversed(groups):
-            rendezvous = StoreRendezvous(group, timedelta(seconds=30))
-            met.append(pool.submit(rendezvous.gather, dist.get_rank()))
+        for one in places if rank else reversed(places):
+            rendezvous = StoreRendezvous.over(one, rank, W, timedelta(seconds=30))
+            met.append(pool.submit(rendezvous.gather, rank))
             time.sleep(0.2)
         assert [one.result() for one in met] == [[0, 1, 2]] * 2
-        assert time.monotonic() - started < 3 and not waits.done()
-        with pytest.raises(RuntimeError):
-            waits.result()
+        assert not waits.done()
+        store.clone().set(f"late {rank}", "")
+        waits.result()
+    apart()  # the store ends with rank 0
 
 
+@pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="torch before 2.8 has one connection to a store")
 def test_threads_do_not_wait_for_each_other_at_the_store(ranks) -> None:
-    ranks.run(run_threads)
+    ranks.run(run_threads, free_port())
 
 
 class Wrapped(dist.ProcessGroup):
