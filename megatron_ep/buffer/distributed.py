@@ -58,56 +58,56 @@ class DistributedRankGroup(RankGroup):
     ):
         super().__init__()
         self._rendezvous = rendezvous
-        self.rank = self._rendezvous.rank
+        self.rank = rendezvous.rank
         self.config = config
         self.ranks = [self.rank]
-        _, infos = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
-        self.topology = agreed_topology(infos, config)
-        self._infos = infos
-        own = infos[self.rank]
-        neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
-        self._neighbours = neighbours
-        self._rendezvous.watch = lambda: {rank: process_fate(pid) for rank, pid in neighbours.items()}
-        if self.device.type == "cuda":
-            sms = gpu.num_sms(config, self.device, 1, sizes.default_sms(self.topology))
-            self.heap = sizes.gpu_heap(self.topology, config, sms)
-            fabric = fabric or choice.choose(machines(infos), [info.fabric for info in infos], self._rendezvous.gather)
-            connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
-            backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
-            self._network = connection.network
-            backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
-            self._backend = backend
-        else:
-            sms = None
-            self.heap = sizes.host_heap(self.topology, config)
-            self._machines = machines(infos)
-            segments = self.shared_segments(self.heap.bytes)
-            fabric = choice.Choice("shared memory", "host backend")
-            machine_count = len(set(self._machines))
-            if machine_count > 1:
-                wanted = [info.fabric for info in infos]
-                fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
-            name = fabric.name
-
-            def make() -> host.HostBackend:
-                nic = None
-                if machine_count > 1:
-                    near = [info.near_cards for info in infos]
-                    cards = verbs.cards_for(name, self.rank, self._machines, near=near)
-                    nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
-                    self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
-                return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
-
-            self._backend = self._rendezvous.agree(make) if machine_count > 1 else make()
-            if self._network is not None:
-                self._network.connect(self._rendezvous)
-                fabric = choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
+        _, self._infos = rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
+        self.topology = agreed_topology(self._infos, config)
+        self._machines = machines(self._infos)
+        own = self._infos[self.rank].machine
+        self._neighbours = neighbours = {rank: info.pid for rank, info in enumerate(self._infos) if info.machine == own}
+        rendezvous.watch = lambda: {rank: process_fate(pid) for rank, pid in neighbours.items()}
+        default_sms = sizes.default_sms(self.topology)
+        sms = gpu.num_sms(config, self.device, 1, default_sms) if self.device.type == "cuda" else None
+        fabric = self._connect_on_host() if sms is None else self._connect_gpus(sms, fabric)
         self.fabric = fabric.name
         if self.topology.world_size > 1:
-            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._broadcast(), self.describe)
+            self._monitor = Monitor(self.live_backend(), self.rank, neighbours, self._broadcast(), self.describe)
         if self.rank == 0:
-            log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+            log_set_up(self, f"{fabric.name} ({fabric.reason})", sms)
         self.lines = low_latency.connect_lines(self)
+
+    def _connect_gpus(self, sms: int, fabric: choice.Choice | None) -> choice.Choice:
+        """Makes the backend on this rank's GPU. Returns the fabric, which is chosen if it is None."""
+        self.heap = sizes.gpu_heap(self.topology, self.config, sms)
+        wanted, gpus = [info.fabric for info in self._infos], [info.gpu for info in self._infos]
+        fabric = fabric or choice.choose(self._machines, wanted, self._rendezvous.gather)
+        connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
+        self._network = connection.network
+        self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
+        self._backend.shares_gpu = gpus.count(gpus[self.rank]) > 1
+        return fabric
+
+    def _connect_on_host(self) -> choice.Choice:
+        """Makes the backend on the host. Returns the fabric."""
+        self.heap = sizes.host_heap(self.topology, self.config)
+        segments, timeout = self.shared_segments(self.heap.bytes), self.config.timeout_seconds
+        machine_count = len(set(self._machines))
+        if machine_count == 1:
+            self._backend = host.HostBackend(self.heap, self.ranks, segments, timeout=timeout)
+            return choice.Choice("shared memory", "host backend")
+        wanted, near = [info.fabric for info in self._infos], [info.near_cards for info in self._infos]
+        fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
+
+        def make() -> tuple[host.HostBackend, tcp.Network]:
+            cards = verbs.cards_for(fabric.name, self.rank, self._machines, near=near)
+            nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
+            network = tcp.Network(self.rank, self._machines, nic, cards=cards)
+            return host.HostBackend(self.heap, self.ranks, segments, timeout=timeout, nic=nic), network
+
+        self._backend, self._network = self._rendezvous.agree(make)
+        self._network.connect(self._rendezvous)
+        return choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
 
     @property
     def spans_machines(self) -> bool:

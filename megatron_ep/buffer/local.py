@@ -59,7 +59,7 @@ class LocalRankGroup(RankGroup):
             self.heap = sizes.gpu_heap(self.topology, config, sms, len(self.ranks))
             connection = p2p.of_one_process(self.ranks, self.heap, self.device, sms, config)
             self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms)
-            log_set_up(self, "p2p (one GPU)", self.heap, sms)
+            log_set_up(self, "p2p (one GPU)", sms)
             self.lines = low_latency.connect_lines(self)
             return
         self.heap = sizes.host_heap(self.topology, config)
@@ -74,7 +74,7 @@ class LocalRankGroup(RankGroup):
             stalled=stalled or (0, 0),
         )
         network = "" if seed is None else f", a simulated network of seed {seed}"
-        log_set_up(self, f"memory of this process{network}", self.heap)
+        log_set_up(self, f"memory of this process{network}")
         self.lines = low_latency.connect_lines(self)
 
     def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:

@@ -471,8 +471,8 @@ class RankGroup(OfOneProcess):
         return kinds.get(outcome, EPAbortError)(message, incidents)
 
 
-def log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
-    topology = group.topology
+def log_set_up(group: RankGroup, fabric: str, sms: int | None = None) -> None:
+    topology, heap = group.topology, group.heap
     set_up_log.info(
         "%d ranks, %d nodes x %d; fabric: %s; %d channels%s, %.1f MiB of heap a rank; a wait ends after %g s",
         topology.world_size,
