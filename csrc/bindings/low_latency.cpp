@@ -30,8 +30,6 @@ void bind_low_latency_heap(py::module_& m) {
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
              py::arg("masking"), py::arg("lines"), py::arg("sums_at_expert") = false)
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
-        .def_property_readonly("max_tokens",
-                               [](const LowLatencyHeap& heap) { return heap.max_tokens; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {

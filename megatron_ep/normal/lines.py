@@ -63,7 +63,7 @@ class LinesDispatchPlan:
         self.room = request.max_recv_tokens or request.expert_capacity * local_experts
         if not self.room:
             padding = local_experts * (request.expert_alignment - 1)
-            self.room = world * lines.ranks.heap.max_tokens * min(self.topk, local_experts) + padding
+            self.room = world * lines.max_tokens * min(self.topk, local_experts) + padding
         members = {
             "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
             "expert_alignment": request.expert_alignment,
@@ -71,7 +71,7 @@ class LinesDispatchPlan:
             "clears_weights": weights is not None and (has_padding or not self.waits),
         }
         row = _format_of(lines, self.topk, xs[0], self.scale_type, self.weight_dtype)
-        of_ranks, most = [], world * lines.ranks.heap.max_tokens
+        of_ranks, most = [], world * lines.max_tokens
         for tokens in self.num_tokens:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
             of_ranks.append(members | {"num_tokens": tokens, "max_received": received if received < most else 0})
