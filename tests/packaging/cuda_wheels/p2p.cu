@@ -17,6 +17,8 @@ template __global__ void intra_rank_reduce_kernel<BFloat16, true>(
     const __grid_constant__ CombineJoint<P, 1>);
 template __global__ void low_latency_dispatch_kernel<LowLatencyLaunches::Both, true, false>(
     const __grid_constant__ LowLatencyDispatchLaunch<P>);
+template __global__ void low_latency_dispatch_kernel<LowLatencyLaunches::Both, true, true>(
+    const __grid_constant__ LowLatencyDispatchLaunch<P>);
 template __global__ void low_latency_combine_kernel<LowLatencyLaunches::Both, BFloat16, true>(
     const __grid_constant__ LowLatencyCombineLaunch<P>);
 
