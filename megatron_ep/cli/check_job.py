@@ -85,9 +85,9 @@ def _widest(device: str) -> torch.dtype:
 
 
 def _describe(ranks: JobRanks, timeout: float) -> str:
-    told = ranks.run(_fabric, ranks.world_size, ranks.device, timeout)
+    fabrics = ranks.run(_fabric, ranks.world_size, ranks.device, timeout)
     machines = len(set(ranks.machines))
-    return f"{ranks.world_size} ranks on {machines} machine{'s' if machines > 1 else ''}, {told[0]}"
+    return f"{ranks.world_size} ranks on {machines} machine{'s' if machines > 1 else ''}, {fabrics[0]}"
 
 
 def _fabric(world_size: int, device: str, timeout: float) -> str:

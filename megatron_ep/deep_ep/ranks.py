@@ -44,7 +44,7 @@ def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None = None) 
     """
     if group is not None:
         if is_known(group) is not None:
-            place_of(group).tell()
+            place_of(group).publish()
         return BufferRanks(group.rank(), group.size(), lambda config, device: Buffer(group, config, device=device))
     if comm is None:
         raise ValueError("group is None, must be a process group, or comm a communicator of mpi4py")

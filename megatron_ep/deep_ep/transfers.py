@@ -254,8 +254,8 @@ def combine(
         dtype = x.dtype
         if rounds_once and dtype.itemsize < torch.float32.itemsize:
             x, biases = x.float(), [bias.float() for bias in biases]
-        beside = None if weights is None or sums_weights else [weights]
-        out, out_weights = launches.launch_combine(routes.handle, [x], beside, biases=biases)
+        sent_weights = None if weights is None or sums_weights else [weights]
+        out, out_weights = launches.launch_combine(routes.handle, [x], sent_weights, biases=biases)
         if weights is not None and sums_weights:
             return out[0].to(dtype), launches.launch_combine(routes.handle, [weights], None)[0][0]
         return out[0].to(dtype), None if out_weights is None else out_weights[0]

@@ -119,7 +119,7 @@ class Network:
         others = self._others
         with contextlib.ExitStack() as stack:
 
-            def tell() -> tuple[tuple[socket.socket, dict[int, _C.QueuePair]], Listening]:
+            def introduce() -> tuple[tuple[socket.socket, dict[int, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
                 names = [card.port_name for card in self._cards]
                 if self._is_direct:
@@ -130,28 +130,30 @@ class Network:
                 own = Listening.by(listener, len(self._machines), addresses, names)
                 return (listener, pairs), own.proved(self._rank)
 
-            (listener, pairs), told = rendezvous.exchange(tell)
-            check_proofs([one.proof for one in told], [one.proved(rank).proof for rank, one in enumerate(told)])
-            if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in told])):
+            (listener, pairs), listening = rendezvous.exchange(introduce)
+            check_proofs(
+                [one.proof for one in listening], [one.proved(rank).proof for rank, one in enumerate(listening)]
+            )
+            if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in listening])):
                 log.warning("ranks that send to each other take different network cards: %s", warning)
-            check_alike([one.settings for one in told])
+            check_alike([one.settings for one in listening])
             limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[int, socket.socket]:
-                made = _connect_all(self._rank, others, told, listener, self._machines, limit, rendezvous.look)
+                made = _connect_all(self._rank, others, listening, listener, self._machines, limit, rendezvous.look)
                 connections = {rank: stack.enter_context(connection) for rank, connection in made.items()}
                 for rank, pair in pairs.items():
-                    pair.connect(told[rank].pairs[self._rank])
+                    pair.connect(listening[rank].pairs[self._rank])
                 for rank in others if self._is_direct else ():
-                    self.nic.join(rank, told[rank].pairs[self._rank])
+                    self.nic.join(rank, listening[rank].pairs[self._rank])
                 return connections
 
             connections = rendezvous.agree(join, seconds=limit)  # connects all queue pairs before any rank sends
 
             def start() -> None:
                 self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
-                sockets = [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
-                self.nic.start(sockets, [pairs.get(rank) for rank in range(len(told))], SILENCE_S)
+                sockets = [connections[rank].detach() if rank in connections else -1 for rank in range(len(listening))]
+                self.nic.start(sockets, [pairs.get(rank) for rank in range(len(listening))], SILENCE_S)
 
             rendezvous.agree(start)  # no connection ends before all ranks have started
 
@@ -167,13 +169,13 @@ class Network:
             invitations = [self.nic.invite(rank) if rank in self._others else b"" for rank in world]
             return None, [*invitations, proof(b"part", b"%d" % self._rank, *invitations)]
 
-        _, told = rendezvous.exchange(invite, kind=list[bytes])
-        expected = [proof(b"part", b"%d" % rank, *one[:-1]) for rank, one in enumerate(told)]
-        check_proofs([one[-1] if len(one) > len(world) else b"" for one in told], expected)
+        _, tokens = rendezvous.exchange(invite, kind=list[bytes])
+        expected = [proof(b"part", b"%d" % rank, *one[:-1]) for rank, one in enumerate(tokens)]
+        check_proofs([one[-1] if len(one) > len(world) else b"" for one in tokens], expected)
 
         def join() -> None:
             for rank in self._others:
-                self.nic.join(rank, told[rank][self._rank])
+                self.nic.join(rank, tokens[rank][self._rank])
 
         rendezvous.agree(join)
 
@@ -302,8 +304,8 @@ def listen(address: str | None = None) -> socket.socket:
 class _Joining:
     """The connections of a rank during set-up. It connects to lower ranks, and higher ranks connect to it."""
 
-    def __init__(self, rank: int, told: Sequence[Listening]):
-        self.rank, self.told = rank, told
+    def __init__(self, rank: int, listening: Sequence[Listening]):
+        self.rank, self.listening = rank, listening
         self.made: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # deadline, and bytes received
@@ -312,7 +314,7 @@ class _Joining:
         self.why: dict[int, str] = {}
 
     def call(self, other: int) -> None:
-        there = self.told[other]
+        there = self.listening[other]
         connection = socket.socket(socket.AF_INET6 if ":" in there.host else socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         error = connection.connect_ex((there.host, there.port))
@@ -341,7 +343,7 @@ class _Joining:
         if error:
             return self.call_failed(other, os.strerror(error))
         try:
-            token = self.word(connection, b"hello", self.told[other].tokens[self.rank], True)
+            token = self.word(connection, b"hello", self.listening[other].tokens[self.rank], True)
             connection.send(HELLO.pack(MAGIC, VERSION, self.rank, token))
         except OSError as failure:
             return self.call_failed(other, str(failure))
@@ -358,7 +360,7 @@ class _Joining:
         heard += part
         self.calls[other] = (connection, heard)
         if len(heard) == TOKEN_BYTES:
-            answer = self.word(connection, b"answer", self.told[other].answers[self.rank], True)
+            answer = self.word(connection, b"answer", self.listening[other].answers[self.rank], True)
             if not hmac.compare_digest(heard, answer):
                 return self.call_failed(other, "somebody else answered")
             self.selector.unregister(connection)
@@ -389,7 +391,7 @@ class _Joining:
         if len(heard) < HELLO.size:
             return
         magic, version, rank, token = HELLO.unpack(heard)
-        own = self.told[self.rank]
+        own = self.listening[self.rank]
         is_known = magic == MAGIC and version == VERSION and rank in expected and rank not in self.made
         try:
             if not is_known or not hmac.compare_digest(token, self.word(stranger, b"hello", own.tokens[rank], False)):
@@ -415,7 +417,7 @@ class _Joining:
 def _connect_all(
     rank: int,
     others: Sequence[int],
-    told: Sequence[Listening],
+    listening: Sequence[Listening],
     listener: socket.socket,
     machines: Sequence[str],
     limit: float,
@@ -429,31 +431,33 @@ def _connect_all(
         nonlocal warn_at
         if time.monotonic() > warn_at:
             warn_at += limit
-            log.warning("%s; it tries for %g s", _unreached(rank, missing(made), told, machines, why, WARN_S), limit)
+            log.warning(
+                "%s; it tries for %g s", _unreached(rank, missing(made), listening, machines, why, WARN_S), limit
+            )
         look()
 
     def missing(made: Mapping[int, socket.socket]) -> list[int]:
         return [other for other in others if other not in made]
 
-    made, why = join(rank, others, told, listener, limit, look_and_warn)
+    made, why = join(rank, others, listening, listener, limit, look_and_warn)
     if absent := missing(made):
         for connection in made.values():
             connection.close()
-        raise EPError(_unreached(rank, absent, told, machines, why, limit))
+        raise EPError(_unreached(rank, absent, listening, machines, why, limit))
     return made
 
 
 def join(
     rank: int,
     others: Sequence[int],
-    told: Sequence[Listening],
+    listening: Sequence[Listening],
     listener: socket.socket,
     limit: float,
     look: Callable[[Mapping[int, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Returns the connections made in `limit` seconds, and errors of those that this rank could not make. look: called
     with both about once a second; ends the set-up by raising."""
-    joining = _Joining(rank, told)
+    joining = _Joining(rank, listening)
     callers = {other for other in others if other > rank}
     joining.selector.register(listener, selectors.EVENT_READ)
     for other in others:
@@ -495,13 +499,13 @@ def join(
 def _unreached(
     rank: int,
     missing: Sequence[int],
-    told: Sequence[Listening],
+    listening: Sequence[Listening],
     machines: Sequence[str],
     why: Mapping[int, str],
     limit: float,
 ) -> str:
     other = missing[0]
-    there = told[other]
+    there = listening[other]
     place = f"rank {other} ({machines[other]}, {there.host} port {there.port})"
     more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     if other < rank:

@@ -25,7 +25,7 @@ from megatron_ep.meeting.addresses import VARIABLE, address_in
 
 Result = TypeVar("Result")
 
-TELL_S = 5.0  # seconds that a store may take for optional messages
+PUBLISH_S = 5.0  # seconds that a store may take for optional messages
 STORE_S = 60.0  # seconds that the ranks of a group without a store may take to connect to the store of rank 0
 
 
@@ -104,13 +104,13 @@ class Place:
         self.heard.update(names)
         return codec.readable(presence.failure)
 
-    def tell(self, failure: str = "") -> None:
+    def publish(self, failure: str = "") -> None:
         """Publishes that this process takes part in the next rendezvous, or why it does not. Does nothing in a forked
         child. Raises EPError or RuntimeError if the store does not answer."""
         name = new_name() if failure else ""
         self.has_failed |= bool(failure)
         if self._process == os.getpid():
-            bounded(TELL_S, lambda: self.write(connected(self.store), name, failure))
+            bounded(PUBLISH_S, lambda: self.write(connected(self.store), name, failure))
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, Place] = weakref.WeakKeyDictionary()

@@ -20,7 +20,7 @@ from megatron_ep.meeting import codec, processes
 from megatron_ep.meeting.place import Place, Presence, bounded, connected, new_name, place_of
 
 Kept = TypeVar("Kept")
-Told = TypeVar("Told")
+Message = TypeVar("Message")
 
 AGREED = "agreed"
 NOT_COMING = "does not come to"
@@ -107,8 +107,8 @@ class StoreRendezvous:
         return self._name
 
     def exchange(
-        self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0, *, kind: Any = None
-    ) -> tuple[Kept, list[Told]]:
+        self, step: Callable[[], tuple[Kept, Message]], seconds: float = 0.0, *, kind: Any = None
+    ) -> tuple[Kept, list[Message]]:
         """Runs a step, and fails on all ranks if it fails on one.
 
         step: returns a result for this rank, and a message to all ranks, of a type that `codec.encode` takes.
@@ -125,8 +125,8 @@ class StoreRendezvous:
         self.exchanges += 1
         self._place.begun += self.exchanges == 1
         try:
-            kept, told = step()
-            answer = codec.encode(told)
+            kept, message = step()
+            answer = codec.encode(message)
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             if isinstance(error, Exception) and not isinstance(error, (ValueError, EPError)):
@@ -140,10 +140,10 @@ class StoreRendezvous:
         except BaseException as error:  # including KeyboardInterrupt
             self._fail(f"{type(error).__name__}: {error}")
             raise
-        kind = type(told) if kind is None else kind
+        kind = type(message) if kind is None else kind
         return kept, [self._read(rank, answer, kind) for rank, answer in enumerate(answers)]
 
-    def gather(self, mine: Told, *, kind: Any = None) -> list[Told]:
+    def gather(self, mine: Message, *, kind: Any = None) -> list[Message]:
         """Returns the values of all ranks, by rank. kind: see `exchange`."""
         return self.exchange(lambda: (None, mine), kind=kind)[1]
 
@@ -173,7 +173,7 @@ class StoreRendezvous:
         Raises EPError if the store does not answer.
         """
 
-        def tell() -> dict[int, str]:
+        def publish() -> dict[int, str]:
             self._store.set(f"leaving/{self.rank}", word)
             left = self._told("leaving", is_gone, seconds)
             words = self._store.multi_get([f"leaving/{rank}" for rank in left])
@@ -182,7 +182,7 @@ class StoreRendezvous:
                 self._told("left", lambda rank: rank not in left or is_gone(rank), DECISION_S)
             return {rank: self._text(text) for rank, text in zip(left, words, strict=True)}
 
-        return self._ask(seconds + 2 * DECISION_S, tell)
+        return self._ask(seconds + 2 * DECISION_S, publish)
 
     def _told(self, step: str, is_gone: Callable[[int], bool], seconds: float) -> list[int]:
         """Returns the ranks that have reported, when all living ranks have or the time is over."""
@@ -358,7 +358,7 @@ class StoreRendezvous:
         text = self._blame(self.rank, reason)
         self._place.has_failed = True
 
-        def tell() -> None:
+        def publish() -> None:
             if not self._name:
                 self._place.write(self._connection, new_name(), text)
             elif self.rank == 0 and self.exchanges == 1:
@@ -369,7 +369,7 @@ class StoreRendezvous:
                 self._wait_until_heard()
 
         with contextlib.suppress(RuntimeError):
-            self._ask(DECISION_S, tell)
+            self._ask(DECISION_S, publish)
 
     def _poll(self, is_over: Callable[[], bool], seconds: float, look: Callable[[], None]) -> bool:
         """Waits until `is_over` and returns whether it was in time. Calls `look` soon, and then about once a second."""

@@ -38,7 +38,7 @@ T = TypeVar("T")
 # A failure is in the store after at most 0.2 s, the monitor's interval, and the time that the store needs.
 ASK_S = 5.0  # seconds that a rank with gradients that are not finite waits for a failure in the store
 ASK_EVERY_S = 0.25
-TELL_S = 1.0  # seconds that a rank waits until the store has its failure, because its process may end afterwards
+PUBLISH_S = 1.0  # seconds that a rank waits until the store has its failure, because its process may end afterwards
 
 KEY = "megatron_ep/failed"
 NORM = "get_grad_norm_fp32"  # function of Megatron's modules that reduces a norm of the gradients
@@ -49,14 +49,14 @@ _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 _in_step = False  # whether a step is running, because optimizers contain optimizers
 _in_update = False
 _norms: list[float | torch.Tensor] = []  # norms of the gradients in this step
-_telling: futures.Future[None] | None = None  # the failure of this process
+_publishing: futures.Future[None] | None = None  # the failure of this process
 _started = time.time()  # torchrun may keep its store, with older failures, from one attempt of a job to the next
 _asks = True  # False after gradients were not finite without a failure, which may repeat in every step
 before_step: Callable[[], None] | None = None  # called before each step
 
 
 @dataclass(frozen=True)
-class Told:
+class JobFailure:
     """A failure in the store.
 
     rank: rank in the default group.
@@ -82,15 +82,15 @@ def enable() -> None:
         if NORM in vars(module):
             _replace(module, NORM, _noted_norm)
     _replace(dist_checkpointing, "save", _checked_save)
-    failures.watchers.append(_tell)
+    failures.watchers.append(_publish)
 
 
 def disable() -> None:
     """Restores Megatron's own steps and checkpoints. Idempotent."""
     while _replaced:
         setattr(*_replaced.pop())
-    if _tell in failures.watchers:
-        failures.watchers.remove(_tell)
+    if _publish in failures.watchers:
+        failures.watchers.remove(_publish)
 
 
 def check() -> None:
@@ -102,11 +102,11 @@ def check() -> None:
     try:
         ep.raise_if_failed()
     except Exception as error:
-        _tell(f"{error}".partition("\n")[0])
-        if _telling is not None:
-            futures.wait([_telling], TELL_S)
+        _publish(f"{error}".partition("\n")[0])
+        if _publishing is not None:
+            futures.wait([_publishing], PUBLISH_S)
         raise
-    if _telling is not None:
+    if _publishing is not None:
         _withdraw()
 
 
@@ -173,11 +173,11 @@ def _check_gradients(optimizer: MegatronOptimizer) -> None:
     deadline = time.monotonic() + (ASK_S if _asks else 0.0)
     while True:
         failures.raise_if_known_to_have_failed()
-        told = _with_store(_read, ASK_S)
-        if told is not None:
+        failure = _with_store(_read, ASK_S)
+        if failure is not None:
             raise ep.EPAbortError(
-                f"rank {told.rank} of the job failed before the optimizer's step, of which nothing is kept; its error: "
-                f"{codec.readable(told.cause)}"
+                f"rank {failure.rank} of the job failed before the optimizer's step, of which nothing is kept; its "
+                f"error: {codec.readable(failure.cause)}"
             )
         if time.monotonic() > deadline:
             break
@@ -228,28 +228,28 @@ def _wait_for_stream(value: torch.Tensor) -> None:
 # ---- the store
 
 
-def _tell(cause: str) -> None:
+def _publish(cause: str) -> None:
     """Writes a failure of this process to the store, in a thread, because the store may not answer."""
-    global _telling
-    if _telling is None and dist.is_initialized() and dist.get_world_size() > 1:
-        told = codec.encode(Told(dist.get_rank(), codec.readable(cause), time.time())).decode()
+    global _publishing
+    if _publishing is None and dist.is_initialized() and dist.get_world_size() > 1:
+        failure = codec.encode(JobFailure(dist.get_rank(), codec.readable(cause), time.time())).decode()
         store = _get_default_store()
-        _telling = in_thread(lambda: connected(store).set(KEY, told))
+        _publishing = in_thread(lambda: connected(store).set(KEY, failure))
 
 
 def _withdraw() -> None:
     """Deletes this rank's failure from the store after the buffers have been reset."""
-    global _telling
-    _telling = None
+    global _publishing
+    _publishing = None
     own = dist.get_rank()
-    _with_store(lambda store: (told := _read(store)) and told.rank == own and store.delete_key(KEY), TELL_S)
+    _with_store(lambda store: (failure := _read(store)) and failure.rank == own and store.delete_key(KEY), PUBLISH_S)
 
 
-def _read(store: dist.Store) -> Told | None:
+def _read(store: dist.Store) -> JobFailure | None:
     if not store.check([KEY]):
         return None
-    told: Told = codec.decode(store.get(KEY), Told)
-    return told if told.time > _started else None
+    failure: JobFailure = codec.decode(store.get(KEY), JobFailure)
+    return failure if failure.time > _started else None
 
 
 def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:

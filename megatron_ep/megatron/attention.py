@@ -380,14 +380,14 @@ def _plan_step(
 ) -> _Step:
     """Makes the plan of a micro-batch. Collective. refusal: why this rank's is invalid, which all ranks then raise."""
     context_ranks = parallel_state.get_context_parallel_world_size()
-    told: list[Any] = [None] * group.size()
+    everyone: list[Any] = [None] * group.size()
     own = _own_documents(params, refusal, query.shape[0], context_ranks)
-    dist.all_gather_object(told, own, group=group)
-    refusals = [f"rank {rank} of data parallelism: {own.refusal}" for rank, own in enumerate(told) if own.refusal]
+    dist.all_gather_object(everyone, own, group=group)
+    refusals = [f"rank {rank} of data parallelism: {own.refusal}" for rank, own in enumerate(everyone) if own.refusal]
     if refusals:
         raise ValueError(refusals[0])
     assert params is not None, "it would have been refused"
-    shards = shards_of(told, context_ranks)
+    shards = shards_of(everyone, context_ranks)
     q, k, v = (x.shape[1:].numel() * x.element_size() for x in (query, key, value))
     out = query.shape[1] * value.shape[2] * value.element_size()
     plan = SequencePlan.build(balance(shards, group.size(), row_bytes=RowBytes(q, k + v, out)), group.size())
@@ -426,13 +426,13 @@ def _own_documents(params: PackedSeqParams | None, refusal: str, rows: int, cont
     return own
 
 
-def shards_of(told: list[Any], context_ranks: int) -> list[Shard]:
+def shards_of(everyone: list[Any], context_ranks: int) -> list[Shard]:
     """Returns the shards of the documents of all ranks, with the ranks that have their rows."""
-    rank_at = {(own.data_rank, own.context_rank): rank for rank, own in enumerate(told)}
+    rank_at = {(own.data_rank, own.context_rank): rank for rank, own in enumerate(everyone)}
     chunks = 2 * context_ranks if context_ranks > 1 else 1
     shards, document = [], 0
-    for data_rank in sorted({own.data_rank for own in told}):
-        for length in told[rank_at[data_rank, 0]].lengths:
+    for data_rank in sorted({own.data_rank for own in everyone}):
+        for length in everyone[rank_at[data_rank, 0]].lengths:
             for index in range(chunks):
                 home = rank_at[data_rank, min(index, chunks - 1 - index)]
                 shards.append(Shard(document, index, home, home, length // chunks))

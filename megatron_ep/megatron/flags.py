@@ -123,8 +123,8 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
     declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex else {TYPE: "alltoall"}
     for flag, value in {TYPE: given[TYPE], BACKEND: given[BACKEND]}.items():
         if value is not None and value != declared.get(flag):
-            told = f", and Megatron is told {declared[flag]}" if flag in declared else ""
-            result.notes.append(f"{flag} {value}: this project's dispatcher runs{told}")
+            declares = f", and Megatron is told {declared[flag]}" if flag in declared else ""
+            result.notes.append(f"{flag} {value}: this project's dispatcher runs{declares}")
     if given[DEEPEP]:
         result.notes.append(f"{DEEPEP}: this project's dispatcher runs")
     for flags, why_of in (

@@ -76,7 +76,7 @@ def expect(group: dist.ProcessGroup) -> None:
     if group not in _expected and is_known(group) is not None:
         _expected.add(group)
         with contextlib.suppress(RuntimeError):  # if the store does not answer, the set-up raises
-            place_of(group).tell()
+            place_of(group).publish()
 
 
 def shared_buffer(
@@ -133,7 +133,9 @@ def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[Non
             place = place_of(own)
             if not isinstance(error, ep.EPError) and place.begun == begun.get(own, 0):  # otherwise the other ranks know
                 with contextlib.suppress(RuntimeError):
-                    place.tell(f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}")
+                    place.publish(
+                        f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}"
+                    )
         raise
 
 

@@ -74,9 +74,9 @@ def sums(handle: Handle, num_ranks: int, *, is_weighted: bool = False) -> Run:
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, weights = tensors[:num_ranks], tensors[num_ranks:] or None
-        beside, row_weights = (None, weights) if is_weighted else (weights, None)
+        sent_weights, row_weights = (None, weights) if is_weighted else (weights, None)
         with handle.group.abort_peers_on_error():
-            out, out_weights = launches.launch_combine(handle, x, beside, row_weights)
+            out, out_weights = launches.launch_combine(handle, x, sent_weights, row_weights)
         return (*out, *(out_weights or ()))
 
     return run

@@ -97,14 +97,14 @@ def dispatch_plan(
     """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
     asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
     how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), clears_end, all_weights)
-    looks = ("dispatch", how, asked, *map(_look, (x, scales, weights)))
-    known: plan.DispatchPlan | LinesDispatchPlan | None = handle.group.known_calls.get(looks)
+    key = ("dispatch", how, asked, *map(_type_of, (x, scales, weights)))
+    known: plan.DispatchPlan | LinesDispatchPlan | None = handle.group.known_calls.get(key)
     if known is None:
         if handle.lines is not None:
             known = LinesDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
         else:
             known = plan.DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
-        handle.group.known_calls.add(looks, known)
+        handle.group.known_calls.add(key, known)
     return known
 
 
@@ -112,20 +112,20 @@ def combine_plan(
     handle: Handle, x: torch.Tensor, weights: torch.Tensor | None, row_weights: torch.Tensor | None
 ) -> plan.CombinePlan | LinesCombinePlan:
     rank = handle.ranks[0]
-    beside = (weights is not None and weights.dtype, row_weights is not None)
+    weight_types = (weights is not None and weights.dtype, row_weights is not None)
     how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), rank.counts.num_tokens)
-    looks = ("combine", how, x.dtype, x.shape[1], *beside)
-    known: plan.CombinePlan | LinesCombinePlan | None = handle.group.known_calls.get(looks)
+    key = ("combine", how, x.dtype, x.shape[1], *weight_types)
+    known: plan.CombinePlan | LinesCombinePlan | None = handle.group.known_calls.get(key)
     if known is None:
         if handle.lines is not None:
             known = LinesCombinePlan(handle, [x], listed(weights))
         else:
             known = plan.CombinePlan(handle, rank, x, weights, row_weights)
-        handle.group.known_calls.add(looks, known)
+        handle.group.known_calls.add(key, known)
     return known
 
 
-def _look(tensor: torch.Tensor | None) -> object:
+def _type_of(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape)
 
 
@@ -153,17 +153,17 @@ def _dispatch_on_all(
     phase = plan.DISPATCH
     if request is not None:
         first, n = plans[0], len(x)
-        told = [backend.new_counts(group.num_local_experts, wait=first.waits, index=i) for i in range(n)]
+        per_expert = [backend.new_counts(group.num_local_experts, wait=first.waits, index=i) for i in range(n)]
         layouts: list[Any] = [None] * n
         if first.is_counted:
             layouts = [torch.empty(p.layout_size, dtype=torch.int32, device=group.device) for p in plans]
-            given = [plan.counts_given(*of) for of in zip(topk_idx, told, layouts, strict=True)]
+            given = [plan.counts_given(*of) for of in zip(topk_idx, per_expert, layouts, strict=True)]
             totals, _ = backend.launch(backend.group, call, plan.NOTIFY, stream, tuple(itertools.chain(*given)))
             counts = row_counts.known(group, request, topk_idx, totals, handle.is_flat)
-            told = [backend.taken_counts(of_rank) for of_rank in told] if first.waits else told
+            per_expert = [backend.taken_counts(of_rank) for of_rank in per_expert] if first.waits else per_expert
         else:
             counts, phase = [p.room for p in plans], plan.FUSED
-        handle.ranks = [p.new_rank(stream, counts[i], layouts[i], told[i]) for i, p in enumerate(plans)]
+        handle.ranks = [p.new_rank(stream, counts[i], layouts[i], per_expert[i]) for i, p in enumerate(plans)]
     parts = [
         p.arguments(handle, backend, stream, handle.ranks[i], _at(topk_idx, i), *tensors[i])
         for i, p in enumerate(plans)

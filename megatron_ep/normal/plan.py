@@ -62,8 +62,8 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
 def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, weights: Tensor | None) -> _C.RowFormat:
     """Returns the format in which rows of these tensors are sent. Raises ValueError if a ring cannot hold one row."""
     of_scales = None if scales is None else (scales.dtype, scales.shape[1])
-    looks = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights.dtype)
-    known: _C.RowFormat | None = group.known_calls.get(looks)
+    key = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights.dtype)
+    known: _C.RowFormat | None = group.known_calls.get(key)
     if known is not None:
         return known
     row = _C.RowFormat(
@@ -78,7 +78,7 @@ def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, wei
         if ring_bytes < min_bytes:
             given = getattr(group.config.tuning, name) or ring_bytes  # the heap rounds the configured size up
             raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
-    group.known_calls.add(looks, row)
+    group.known_calls.add(key, row)
     return row
 
 
@@ -106,9 +106,9 @@ def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, gi
     return make(row, [members], given) if len(group.ranks) == 1 else None
 
 
-def counts_given(ids: Tensor, told: Tensor, layout: Tensor) -> tuple[Any, ...]:
+def counts_given(ids: Tensor, per_expert: Tensor, layout: Tensor) -> tuple[Any, ...]:
     """Returns the launch arguments of an exchange of counts."""
-    return ids, told, layout, *(None,) * (len(DISPATCH_GIVEN) - 3)
+    return ids, per_expert, layout, *(None,) * (len(DISPATCH_GIVEN) - 3)
 
 
 class DispatchPlan:
@@ -157,8 +157,8 @@ class DispatchPlan:
         else:
             phase = DISPATCH
             if ids is not None:
-                told = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
-                phase, handle.ranks = FUSED, [self.new_rank(stream, self.room, None, told)]
+                per_expert = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
+                phase, handle.ranks = FUSED, [self.new_rank(stream, self.room, None, per_expert)]
             outputs, given = self.arguments(handle, backend, stream, handle.ranks[0], ids, x, scales, weights)
             backend.launch(backend.group, self.call, phase, stream, given)
             group.calls.note("dispatch", given[LAYOUT])
@@ -170,19 +170,19 @@ class DispatchPlan:
         self, handle: Handle, backend: Backend, stream: int, ids: Tensor, x: Tensor, scales: Maybe, weights: Maybe
     ) -> Outputs:
         group, request, given = handle.group, self.request, (ids, x, scales, weights)
-        told, phase, layout = backend.new_counts(group.num_local_experts, wait=self.waits), DISPATCH, None
+        per_expert, phase, layout = backend.new_counts(group.num_local_experts, wait=self.waits), DISPATCH, None
         room = row_counts.expected(group, request, self.num_tokens, self.is_flat) if self.waits else None
         if room is not None:
             least = row_counts.least_rows(room)
             try:
-                rank = self.new_rank(stream, room, None, told)
+                rank = self.new_rank(stream, room, None, per_expert)
                 outputs, values = self.arguments(handle, backend, stream, rank, *given, least=least, is_ahead=True)
             except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
             totals, fits = backend.launch(backend.group, self.call, AHEAD, stream, values)
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
-            told = rank.tokens_per_expert = backend.taken_counts(told)
+            per_expert = rank.tokens_per_expert = backend.taken_counts(per_expert)
             if fits:
                 group.calls.note("dispatch", values[LAYOUT])
                 rank.counts, handle.ranks = counts, [rank]
@@ -194,18 +194,18 @@ class DispatchPlan:
             del rank, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
             layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
-            totals, _ = backend.launch(backend.group, self.call, NOTIFY, stream, counts_given(ids, told, layout))
+            totals, _ = backend.launch(backend.group, self.call, NOTIFY, stream, counts_given(ids, per_expert, layout))
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
             if self.waits:
-                told = backend.taken_counts(told)
-        rank = self.new_rank(stream, counts, layout, told)
+                per_expert = backend.taken_counts(per_expert)
+        rank = self.new_rank(stream, counts, layout, per_expert)
         outputs, values = self.arguments(handle, backend, stream, rank, *given)
         handle.ranks = [rank]
         backend.launch(backend.group, self.call, phase, stream, values)
         group.calls.note("dispatch", values[LAYOUT])
         return outputs
 
-    def new_rank(self, made_on: int, counts: RowCounts, layout: Tensor | None, told: Tensor) -> RankHandle:
+    def new_rank(self, made_on: int, counts: RowCounts, layout: Tensor | None, per_expert: Tensor) -> RankHandle:
         """Returns a rank's handle with tables for `counts` rows. layout: None: it precedes the tables in memory."""
         request, topk = self.request, self.topk
         _, _, received, rail = counts
@@ -214,7 +214,7 @@ class DispatchPlan:
             dst_rows, rail_experts = (torch.empty(*n, dtype=torch.int32, device=self.device) for n in sizes)
             if layout is None:
                 layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
-            return RankHandle(topk, counts, layout, told, made_on, dst_rows=dst_rows, rail_experts=rail_experts)
+            return RankHandle(topk, counts, layout, per_expert, made_on, dst_rows=dst_rows, rail_experts=rail_experts)
         first = 0 if layout is not None else -(-self.layout_size // LINE) * LINE
         rail_starts = first + received * topk
         size = source_starts = rail_starts + rail * topk
@@ -222,7 +222,7 @@ class DispatchPlan:
             size += received
         tables = torch.empty(size, dtype=torch.int32, device=self.device)
         starts = (first, rail_starts, source_starts if request.keeps_source_tokens else None)
-        return RankHandle(topk, counts, tables if layout is None else layout, told, made_on, tables, starts)
+        return RankHandle(topk, counts, tables if layout is None else layout, per_expert, made_on, tables, starts)
 
     def arguments(
         self,
@@ -257,8 +257,9 @@ class DispatchPlan:
             passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
         else:
             passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
-        told, age = None if ids is None else rank.tokens_per_expert, handle.group.resets - handle.made_after_resets
-        tensors = (ids, told, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
+        per_expert = None if ids is None else rank.tokens_per_expert
+        age = handle.group.resets - handle.made_after_resets
+        tensors = (ids, per_expert, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
         numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, is_ahead, fills, age)
         return (out, out_scales, out_weights), tensors + numbers
 

@@ -87,12 +87,12 @@ def prepare(recipe: Recipe) -> Corpus:
         corpus = read(recipe.dataset.path)
     except ValueError as error:
         fault = str(error)
-    told: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(told, (fault, corpus.fingerprint if corpus else ""))
-    for rank, (wrong, fingerprint) in enumerate(told):
+    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (fault, corpus.fingerprint if corpus else ""))
+    for rank, (wrong, fingerprint) in enumerate(everyone):
         if wrong:
             raise ValueError(wrong)
-        if fingerprint != told[0][1]:
+        if fingerprint != everyone[0][1]:
             raise ValueError(f"dataset.path {recipe.dataset.path}: rank {rank} reads another text than rank 0")
     assert corpus is not None
     return corpus

@@ -52,4 +52,7 @@ def run_together(buffers, work):
     """work(buffer) on all of them at once; what each returned or raised."""
     with concurrent.futures.ThreadPoolExecutor(len(buffers)) as pool:
         futures = [pool.submit(work, buffer) for buffer in buffers]
+        while concurrent.futures.wait(futures, timeout=0.05).not_done:
+            for buffer in buffers:  # as the monitor of a process does, which threads do not have
+                buffer._group.live_backend().settle_refusal()
         return [future.exception() or future.result() for future in futures]

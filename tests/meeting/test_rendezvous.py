@@ -215,7 +215,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for(ranks, first: bool) ->
 def run_failure_before(rank: int) -> None:
     """A rank fails before it comes to a rendezvous; the next one is of all ranks again."""
     if dist.get_rank() == rank:
-        place.place_of(None).tell(f"rank {rank} failed: out of memory")
+        place.place_of(None).publish(f"rank {rank} failed: out of memory")
     apart()
     started = time.monotonic()
     if dist.get_rank() != rank:
@@ -229,7 +229,7 @@ def run_failure_before(rank: int) -> None:
     with mock.patch.object(processes, "started", lambda: time.time() + 60):  # what earlier processes have left
         apart()
         if dist.get_rank() == rank:
-            place.place_of(None).tell("of an earlier job")
+            place.place_of(None).publish("of an earlier job")
         apart()
         meet().barrier()
 
@@ -629,7 +629,7 @@ import megatron_ep as ep
 from megatron_ep.meeting import place
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-place.place_of(None).tell()
+place.place_of(None).publish()
 dist.barrier()
 if rank == 0:
     start = time.monotonic()

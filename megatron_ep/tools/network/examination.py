@@ -75,30 +75,30 @@ class Examination:
         def introduce() -> tuple[None, Machine]:
             return None, _introduce(apart, rendezvous.rank)
 
-        _, self.told = rendezvous.exchange(introduce)
-        order = list(dict.fromkeys(one.identity for one in self.told))
-        self.machine_of = [order.index(one.identity) for one in self.told]
+        _, self.infos = rendezvous.exchange(introduce)
+        order = list(dict.fromkeys(one.identity for one in self.infos))
+        self.machine_of = [order.index(one.identity) for one in self.infos]
         self.first_ranks = [self.machine_of.index(machine) for machine in range(len(order))]
-        first = [self.told[rank] for rank in self.first_ranks]
+        first = [self.infos[rank] for rank in self.first_ranks]
         often = Counter(one.name for one in first)
         self.machines = [one.name if often[one.name] == 1 else f"{one.name}/{one.address}" for one in first]
         # A job chooses between these fabrics in the same way.
-        self.by_card = choice.IBGDA if all(one.direct for one in self.told) else choice.VERBS
-        self.cards = [one.direct if self.by_card == choice.IBGDA else one.cards for one in self.told]
+        self.by_card = choice.IBGDA if all(one.direct for one in self.infos) else choice.VERBS
+        self.cards = [one.direct if self.by_card == choice.IBGDA else one.cards for one in self.infos]
 
     def builds(self) -> list[str]:
         """Returns a line for each build of the ranks if they have several."""
         found: dict[str, list[int]] = {}
-        for rank, one in enumerate(self.told):
+        for rank, one in enumerate(self.infos):
             found.setdefault(one.build, []).append(rank)
         return [f"{build}: {self._named(ranks)}" for build, ranks in found.items()] if len(found) > 1 else []
 
     def candidates(self) -> list[str]:
         """Returns the networks in which all machines have an address, first that of rank 0's default address."""
-        shared = [name for name in self.told[0].networks if all(name in one.networks for one in self.told)]
+        shared = [name for name in self.infos[0].networks if all(name in one.networks for one in self.infos)]
         apart = len(set(self.machines)) == len(self.machines)
         outside = [name for name in shared if not (apart and ipaddress.ip_network(name).is_loopback)]
-        taken = ipaddress.ip_address(self.told[0].address)
+        taken = ipaddress.ip_address(self.infos[0].address)
         return sorted(outside, key=lambda name: taken not in ipaddress.ip_network(name))
 
     def places(self) -> range:
@@ -111,12 +111,12 @@ class Examination:
 
     def no_cards(self) -> list[str]:
         """Returns a line for each reason why cards are not examined, if they are asked for or some machine has some."""
-        if not any(one.cards for one in self.told) and self.told[0].fabric not in choice.BY_CARD:
+        if not any(one.cards for one in self.infos) and self.infos[0].fabric not in choice.BY_CARD:
             return []
         found: dict[str, list[int]] = {}
         for rank in self.first_ranks:
-            if not self.told[rank].cards:
-                found.setdefault(self.told[rank].no_cards, []).append(rank)
+            if not self.infos[rank].cards:
+                found.setdefault(self.infos[rank].no_cards, []).append(rank)
         return [f"{self._named(ranks)}: {why}" for why, ranks in found.items()]
 
     def examine(self, network: str | None, place: int | None = None) -> Findings:
@@ -179,20 +179,20 @@ class Examination:
         others = [rank for rank, machine in enumerate(self.machine_of) if machine != self.machine_of[self.rank]]
         with contextlib.ExitStack() as stack:
 
-            def tell() -> tuple[socket.socket, tcp.Listening]:
+            def listen() -> tuple[socket.socket, tcp.Listening]:
                 listener = stack.enter_context(tcp.listen(address))
-                return listener, tcp.Listening.by(listener, len(self.told))
+                return listener, tcp.Listening.by(listener, len(self.infos))
 
-            listener, told = self.rendezvous.exchange(tell)
-            made, why = tcp.join(self.rank, others, told, listener, min(self.timeout, tcp.HELLO_S))
+            listener, listening = self.rendezvous.exchange(listen)
+            made, why = tcp.join(self.rank, others, listening, listener, min(self.timeout, tcp.HELLO_S))
             tried = {other: connection for other, connection in made.items() if self._is_tried(other)}
             with ThreadPoolExecutor(len(tried) or 1) as pool:
                 arrived = list(pool.map(_arrives, tried.values()))
             for connection in made.values():
                 connection.close()
         mine = [
-            f"{self._place(self.rank)} does not reach {self._place(other)} at {told[other].host} port "
-            f"{told[other].port}: {why.get(other, 'no answer')}"
+            f"{self._place(self.rank)} does not reach {self._place(other)} at {listening[other].host} port "
+            f"{listening[other].port}: {why.get(other, 'no answer')}"
             for other in others
             if other < self.rank and other not in made
         ] + [
@@ -288,7 +288,7 @@ class Examination:
     def _storm(self, trial: NetworkTrial, slowest: float) -> None:
         others = trial.others
         puts = max(8, 2 * _bytes_at(slowest) // (trial.max_bytes * CHANNELS * len(others)))
-        trial.exchange(others, others, 0, self.timeout, puts=puts, seed=len(self.told))
+        trial.exchange(others, others, 0, self.timeout, puts=puts, seed=len(self.infos))
 
     def _load(self, trial: NetworkTrial, slowest: float) -> float:
         size = _bytes_at(slowest) // (CHANNELS * len(trial.others))

@@ -27,7 +27,7 @@ def examine_all(rendezvous: StoreRendezvous, timeout: float, *, apart: bool = Fa
     """Returns the report for a user, and the exit status, 1 if there is a fault. Collective."""
     examination = Examination(rendezvous, timeout, apart=apart)
     machines = examination.machines
-    head = f"{len(examination.told)} ranks on {len(machines)} machines: {', '.join(machines)}"
+    head = f"{len(examination.infos)} ranks on {len(machines)} machines: {', '.join(machines)}"
     if apart:
         head += "\na rehearsal on one machine, each rank as if it had one of its own: says nothing about a network"
     builds = examination.builds()
@@ -62,17 +62,17 @@ class Ways:
 def examine_networks(examination: Examination) -> Ways:
     """Examines the networks over TCP. Collective."""
     ways, wrong_there = Ways(), list[str]()
-    wanted = any(one.wanted for one in examination.told)
+    wanted = any(one.wanted for one in examination.infos)
     for network in [*([None] if wanted else []), *examination.candidates()]:
         findings = examination.examine(network)
         text, found = report.render(examination.machines, findings, judges=not examination.apart)
-        taken = ", ".join(examination.told[rank].address for rank in examination.first_ranks)
+        taken = ", ".join(examination.infos[rank].address for rank in examination.first_ranks)
         ways.lines += _section(f"network {network or taken}", text, found)
         if findings.unreached or findings.faults:
             ways.is_bad |= network is None
             continue
         if ways.rate is None or findings.slowest > FASTER * ways.rate:
-            line = network or examination.told[0].wanted or "..., on each machine as it is"
+            line = network or examination.infos[0].wanted or "..., on each machine as it is"
             ways.rate, ways.settings, wrong_there = findings.slowest, [f"export {addresses.VARIABLE}={line}"], found
         if network is None:
             break  # the user asks for this network
@@ -85,7 +85,7 @@ def examine_cards(examination: Examination) -> Ways:
     ways = Ways()
     lacking = examination.no_cards()
     if lacking:
-        return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric in choice.BY_CARD)
+        return Ways(_section("network cards", "", lacking), is_bad=examination.infos[0].fabric in choice.BY_CARD)
     if examination.by_card == choice.IBGDA:
         ways.lines += ["", "by ibgda, as a job takes them, ranks on GPUs too; measured from memory of the host:"]
     found = {place: examination.examine(None, place) for place in examination.places()}
