@@ -240,11 +240,11 @@ class DistributedRankGroup(RankGroup):
         former processes lives.
         """
 
-        def introduce() -> tuple[None, RankInfo]:
+        def step() -> tuple[None, RankInfo]:
             check()
             return None, self._infos[self.rank]
 
-        _, infos = self._rendezvous.exchange(introduce)
+        _, infos = self._rendezvous.exchange(step)
         agreed_topology(infos, self.config)
 
         def check_processes() -> None:
@@ -271,11 +271,11 @@ class DistributedRankGroup(RankGroup):
     def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
         own = memories[self.rank]
 
-        def introduce() -> tuple[None, Any]:
+        def step() -> tuple[None, Any]:
             check()
             return None, own.address() if isinstance(own, _C.Segment) else own.handle()
 
-        _, addresses = self._rendezvous.exchange(introduce, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
+        _, addresses = self._rendezvous.exchange(step, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
 
         def replace() -> None:
             for rank in ranks:
@@ -301,11 +301,11 @@ class DistributedRankGroup(RankGroup):
         self.live_backend()
         plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
 
-        def introduce() -> tuple[None, dict[str, Plain]]:
+        def step() -> tuple[None, dict[str, Plain]]:
             check()
             return None, plain
 
-        _, everyone = self._rendezvous.exchange(introduce, kind=dict[str, Plain])
+        _, everyone = self._rendezvous.exchange(step, kind=dict[str, Plain])
         for rank, others in enumerate(everyone):
             for name, mine in plain.items():
                 if (other := others.get(name)) != mine:

@@ -119,7 +119,7 @@ class Network:
         others = self._others
         with contextlib.ExitStack() as stack:
 
-            def introduce() -> tuple[tuple[socket.socket, dict[int, _C.QueuePair]], Listening]:
+            def step() -> tuple[tuple[socket.socket, dict[int, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
                 names = [card.port_name for card in self._cards]
                 if self._is_direct:
@@ -130,7 +130,7 @@ class Network:
                 own = Listening.by(listener, len(self._machines), addresses, names)
                 return (listener, pairs), own.proved(self._rank)
 
-            (listener, pairs), listening = rendezvous.exchange(introduce)
+            (listener, pairs), listening = rendezvous.exchange(step)
             check_proofs(
                 [one.proof for one in listening], [one.proved(rank).proof for rank, one in enumerate(listening)]
             )
