@@ -223,6 +223,7 @@ def host_low_latency(
 # ---- low-latency mode
 
 class LowLatencyHeap:
+    overflow_offset: int
     def __init__(
         self,
         *,

@@ -30,6 +30,8 @@ void bind_low_latency_heap(py::module_& m) {
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
              py::arg("masking"), py::arg("lines"), py::arg("sums_at_expert") = false)
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
+        .def_property_readonly_static("overflow_offset",
+                                      [](py::object) { return LowLatencyLayout::kOverflow; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {
@@ -39,7 +41,6 @@ void bind_low_latency_heap(py::module_& m) {
                 offsets["size"] = calls + 4;
                 offsets["dispatch_call"] = calls;
                 offsets["combine_call"] = calls + 2;
-                offsets["overflow"] = LowLatencyLayout::kOverflow;
                 offsets["counts"] = layout.counts_offset();
                 offsets["starts"] = layout.starts_offset();
                 offsets["experts"] = layout.experts_offset();

@@ -18,7 +18,9 @@ from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, DispatchArguments, DispatchPlan
-from megatron_ep.low_latency.rows import Float8, aligned_column, fill_with_zeros, row_format
+from megatron_ep.low_latency.rows import Float8, aligned_column
+from megatron_ep.normal.lines import fill_with_zeros, row_format
+from megatron_ep.normal.plan import at
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
@@ -190,8 +192,8 @@ class LowLatencyCalls:
         self.dispatches.check()
         backend, counters, parts, members = self.backend, given.counters or {}, [], tuple[Any, ...]()
         for i in range(len(handle.layouts)):
-            tensors = (x[i], given.ids[i], _at(weights, i), _at(given.scales, i))
-            counts = (_at(counters.get("recv_rows"), i), _at(counters.get("recv_wait_ns"), i))
+            tensors = (x[i], given.ids[i], at(weights, i), at(given.scales, i))
+            counts = (at(counters.get("recv_rows"), i), at(counters.get("recv_wait_ns"), i))
             part, of_rank = self.dispatch_arguments(
                 backend, given.plan, handle.layouts[i], *tensors, *counts, self._required(handle, i), zero
             )
@@ -272,7 +274,7 @@ class LowLatencyCalls:
         backend.keep_for_launch(handle.layouts, handle.made_on)
         wait_ns, has_hook = (given.counters or {}).get("recv_wait_ns"), pending is not None
         for i in range(len(handle.layouts)):
-            tensors = (x[i], _at(values, i), _at(weights, i), has_hook, _at(given.out, i), _at(wait_ns, i))
+            tensors = (x[i], at(values, i), at(weights, i), has_hook, at(given.out, i), at(wait_ns, i))
             part, of_rank = self.combine_arguments(backend, plan, handle, i, *tensors, self._required(handle, i))
             parts.append(part)
             members += of_rank
@@ -382,7 +384,3 @@ class LowLatencyCalls:
             self.masks.log_news()
         if backend.aborted() is not None:
             self.group.raise_if_aborted()
-
-
-def _at(tensors: Sequence[torch.Tensor] | None, i: int) -> torch.Tensor | None:
-    return tensors[i] if tensors else None

@@ -15,7 +15,7 @@ from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
-from megatron_ep.low_latency.rows import Float8, float8_of, row_format
+from megatron_ep.low_latency.rows import Float8, float8_of
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
     MAX_PADDED_ROWS,
@@ -30,6 +30,7 @@ from megatron_ep.normal.api import (
     check_weights,
     weight_dtype,
 )
+from megatron_ep.normal.lines import row_format
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")

@@ -10,6 +10,7 @@ from megatron_ep.buffer.low_latency import Call
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.plans import DispatchPlan
 from megatron_ep.meeting.processes import OfOneProcess
+from megatron_ep.normal.lines import OVERFLOW
 
 
 class LowLatencyHandle(OfOneProcess):
@@ -108,7 +109,7 @@ class LowLatencyHandle(OfOneProcess):
 
     def overflow(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [1]: not 0 if rows did not fit."""
-        return self.layouts[rank][: self.plan.offsets["overflow"] + 1]
+        return self.layouts[rank][: OVERFLOW + 1]
 
     def rows_of_tokens(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns int32 and bool [W, max_tokens, K]: the local row of each choice of all ranks' tokens, and whether it

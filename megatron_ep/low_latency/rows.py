@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend
-from megatron_ep.buffer.rank_group import PAYLOAD_TYPES
 from megatron_ep.float8 import SCALES_OF_WORD
 from megatron_ep.normal.api import check_scales
+from megatron_ep.normal.lines import fill_with_zeros
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 
 SCALE_LAYOUTS = ("row", "column")
@@ -81,21 +80,3 @@ def float8_of(
 def aligned_column(rows: int) -> int:
     """Returns the stride of columns of scales in 4-byte words, a multiple of 16 bytes."""
     return -(-rows // 4) * 4
-
-
-def fill_with_zeros(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
-
-
-def row_format(
-    topk: int, hidden: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, weight_bytes: int = 8
-) -> _C.RowFormat:
-    return _C.RowFormat(
-        payload_bytes=hidden * dtype.itemsize,
-        scale_bytes=-(-hidden // SCALE_BLOCK) * scale_dtype.itemsize if scale_dtype else 0,
-        weight_bytes=weight_bytes,
-        topk=topk,
-        payload_type=PAYLOAD_TYPES[dtype],
-    )

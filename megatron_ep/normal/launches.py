@@ -16,6 +16,7 @@ from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.normal import lines, plan, row_counts
 from megatron_ep.normal.handle import Handle
 from megatron_ep.normal.lines import LinesCombinePlan, LinesDispatchPlan, listed
+from megatron_ep.normal.plan import at
 
 Tensors = Sequence[torch.Tensor]
 # Rows, scales and weights, with one tensor per rank each.
@@ -42,9 +43,9 @@ def launch_dispatch(
     all_weights: flat: whether to send the weights of other ranks' experts, which are zeros otherwise.
     """
     if plans_calls(handle.group):
-        given = (x[0], _at(scales, 0), _at(weights, 0))
+        given = (x[0], at(scales, 0), at(weights, 0))
         prepared = dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
-        parts = [prepared.run(handle, handle.group.live_backend(), _at(handle.topk_idx, 0), *given)]
+        parts = [prepared.run(handle, handle.group.live_backend(), at(handle.topk_idx, 0), *given)]
     elif handle.lines is not None:
         of_all = LinesDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
         parts = of_all.run_all(handle, handle.group.live_backend(), handle.topk_idx, x, scales, weights)
@@ -73,7 +74,7 @@ def launch_combine(
         together are at most 32.
     """
     if plans_calls(handle.group):
-        given = (x[0], _at(weights, 0), _at(row_weights, 0))
+        given = (x[0], at(weights, 0), at(row_weights, 0))
         parts = [combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
     elif handle.lines is not None:
         of_all = LinesCombinePlan(handle, x, weights)
@@ -129,10 +130,6 @@ def _type_of(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape)
 
 
-def _at(tensors: Tensors | None, i: int) -> torch.Tensor | None:
-    return tensors[i] if tensors else None
-
-
 # ---- several ranks
 
 
@@ -147,7 +144,7 @@ def _dispatch_on_all(
     group, request, topk_idx = handle.group, handle.request, handle.topk_idx
     backend = group.live_backend()
     stream = backend.current_stream()
-    tensors = [(x[i], _at(scales, i), _at(weights, i)) for i in range(len(x))]
+    tensors = [(x[i], at(scales, i), at(weights, i)) for i in range(len(x))]
     plans = [plan.DispatchPlan(handle, *of, clears_end=clears_end, all_weights=all_weights) for of in tensors]
     call = backend.group.dispatch(plans[0].row, [p.members for p in plans], plan.DISPATCH_GIVEN)
     phase = plan.DISPATCH
@@ -165,8 +162,7 @@ def _dispatch_on_all(
             counts, phase = [p.room for p in plans], plan.FUSED
         handle.ranks = [p.new_rank(stream, counts[i], layouts[i], per_expert[i]) for i, p in enumerate(plans)]
     parts = [
-        p.arguments(handle, backend, stream, handle.ranks[i], _at(topk_idx, i), *tensors[i])
-        for i, p in enumerate(plans)
+        p.arguments(handle, backend, stream, handle.ranks[i], at(topk_idx, i), *tensors[i]) for i, p in enumerate(plans)
     ]
     backend.launch(backend.group, call, phase, stream, tuple(itertools.chain(*(given for _, given in parts))))
     group.calls.note("dispatch", handle.ranks[0].layout.data_ptr())
@@ -180,7 +176,7 @@ def _combine_on_all(
     backend = handle.group.live_backend()
     stream, plans, parts = backend.current_stream(), [], []
     for i, rank in enumerate(handle.ranks):
-        given = (x[i], _at(weights, i), _at(row_weights, i))
+        given = (x[i], at(weights, i), at(row_weights, i))
         plans.append(plan.CombinePlan(handle, rank, *given))
         parts.append(plans[i].arguments(handle, backend, stream, rank, *given))
     call = backend.group.combine(plans[0].row, [p.members for p in plans], plan.COMBINE_GIVEN)

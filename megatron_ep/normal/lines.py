@@ -16,8 +16,9 @@ from megatron_ep.buffer.low_latency import Lines
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
-from megatron_ep.normal.plan import Maybe, Outputs, Tensor, Tensors
+from megatron_ep.normal.plan import Maybe, Outputs, Tensor, Tensors, at
 from megatron_ep.normal.row_counts import max_arrivals
+from megatron_ep.reference import SCALE_BLOCK
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
@@ -27,7 +28,7 @@ DISPATCH_GIVEN = (
 COMBINE_GIVEN = (
     *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "handle_age"),
 )
-OVERFLOW = 0  # offset in a handle's layout
+OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
 
 
 def goes_by_lines(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor, is_traced: bool) -> bool:
@@ -70,7 +71,8 @@ class LinesDispatchPlan:
             "expert_rows": request.expert_capacity,
             "clears_weights": weights is not None and (has_padding or not self.waits),
         }
-        row = _format_of(lines, self.topk, xs[0], self.scale_type, self.weight_dtype)
+        scale_dtype = None if scales is None else scales[0].dtype
+        row = _format_of(lines, self.topk, xs[0], scale_dtype, self.weight_dtype)
         of_ranks, most = [], world * lines.max_tokens
         for tokens in self.num_tokens:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
@@ -112,7 +114,7 @@ class LinesDispatchPlan:
             out, out_scales, probs = parts_of_rank = self._new_outputs(backend, rows)
             parts.append(parts_of_rank)
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
-            given += (layout, call, chosen, x, _at(scales, i), _at(weights, i), out, out_scales, probs)
+            given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
             given += (counts, rows, layout_call, handle.age)
         lines.ranks.launch(backend, self.call, stream, given)
         if made:
@@ -160,9 +162,8 @@ class LinesDispatchPlan:
             scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
         if self.weight_dtype is not None:
             probs = backend.new_output((rows,), self.weight_dtype)
-        for tensor in (out, scales) if self.clears_rows else ():
-            if tensor is not None:
-                tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
+        if self.clears_rows:
+            fill_with_zeros(out, scales)
         return out, scales, probs
 
 
@@ -201,10 +202,10 @@ class LinesCombinePlan:
             call, layout_call = (
                 rank.layout.data_ptr() + 4 * self.offsets[part] for part in ("combine_call", "dispatch_call")
             )
-            factors = _at(row_weights, i)
+            factors = at(row_weights, i)
             if factors is not None and not factors.numel():
                 factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
-            given += (rank.layout, call, xs[i], _at(weights, i), factors, y, y_weights)
+            given += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
             given += (rank.rows, layout_call, handle.age)
         _lines_of(group).ranks.launch(backend, self.call, stream, given)
         if backend.aborted() is not None:
@@ -233,7 +234,7 @@ def _check(handle: Handle, backend: Backend, stream: int) -> None:
 
 
 def _format_of(
-    lines: Lines, topk: int, x: Tensor, scales: tuple[int, torch.dtype] | None, weights: torch.dtype | None
+    lines: Lines, topk: int, x: Tensor, scale_dtype: torch.dtype | None, weights: torch.dtype | None
 ) -> _C.RowFormat:
     payload_bytes = x.shape[1] * x.element_size()
     if payload_bytes > lines.row_bytes:
@@ -241,18 +242,27 @@ def _format_of(
             f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {lines.row_bytes} bytes with the handle of a "
             "dispatch by lines, see Config.row_bytes"
         )
+    return row_format(topk, x.shape[1], x.dtype, scale_dtype, 0 if weights is None else weights.itemsize)
+
+
+def row_format(
+    topk: int, hidden: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, weight_bytes: int = 8
+) -> _C.RowFormat:
+    """Returns the format of rows of the low-latency kernels."""
     return _C.RowFormat(
-        payload_bytes=payload_bytes,
-        scale_bytes=0 if scales is None else scales[0] * scales[1].itemsize,
-        weight_bytes=0 if weights is None else weights.itemsize,
+        payload_bytes=hidden * dtype.itemsize,
+        scale_bytes=-(-hidden // SCALE_BLOCK) * scale_dtype.itemsize if scale_dtype else 0,
+        weight_bytes=weight_bytes,
         topk=topk,
-        payload_type=PAYLOAD_TYPES[x.dtype],
+        payload_type=PAYLOAD_TYPES[dtype],
     )
+
+
+def fill_with_zeros(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
 
 
 def listed(tensor: Maybe) -> list[Tensor] | None:
     return None if tensor is None else [tensor]
-
-
-def _at(tensors: Tensors | None, i: int) -> Maybe:
-    return tensors[i] if tensors else None

@@ -59,6 +59,11 @@ COMBINE_GIVEN = (
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
 
 
+def at(tensors: Tensors | None, i: int) -> Maybe:
+    """Returns the tensor of a rank of this process; None if there are none."""
+    return tensors[i] if tensors else None
+
+
 def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, weights: Tensor | None) -> _C.RowFormat:
     """Returns the format in which rows of these tensors are sent. Raises ValueError if a ring cannot hold one row."""
     of_scales = None if scales is None else (scales.dtype, scales.shape[1])

@@ -10,7 +10,7 @@ import megatron_ep as ep
 from megatron_ep.buffer import low_latency
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
-from megatron_ep.low_latency.rows import row_format
+from megatron_ep.normal.lines import row_format
 
 
 class Launches:
