@@ -142,7 +142,7 @@ def connect(
 ) -> tuple[LowLatencyRanks, Masks | None]:
     """Returns the ranks and the masks of a buffer's low-latency mode. Collective.
 
-    sums_at_expert: whether every combine sums there, which needs lines.
+    sums_at_expert: whether every combine sums there. The caller has made sure that there can be lines.
     """
     backend, topology = group.live_backend(), group.topology
     local = len(group.ranks) == topology.world_size
@@ -184,7 +184,7 @@ def connect(
         group.open_on_network(tolerates_loss=masks is not None)
         return LowLatencyRanks(heap, LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks
-    lines = is_mapped and masks is None and group.keeps_lines()
+    lines = sums_at_expert or (is_mapped and masks is None and group.keeps_lines())
     blocks = _blocks(group, lines)
     heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
     connection = group.low_latency_connection(heap, blocks)
