@@ -414,13 +414,18 @@ class RankGroup(OfOneProcess):
 
     def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
         """Returns the status of all reachable ranks. Waits up to ANSWER_S after a timeout, so that ranks in a call can
-        publish what they wait for, or up to REASON_S for the reason of the rank that gave up."""
+        publish what they wait for, or up to REASON_S for what the rank that gave up says of it: a network may bring the
+        end of the call first."""
 
         def has_more_to_say(status: RankStatus) -> bool:
             if outcome == "timeout":
                 is_expected = bool(status.inside) and not status.incidents
                 return is_expected and not self._fate_of(status.rank) and not self._unheard(status.rank)
-            return outcome in ("failed", "bad_input", "lost") and status.rank == rank and not status.reason
+            if status.rank != rank:
+                return False
+            if outcome in ("mismatch", "cut_off", "masked"):
+                return all(incident["outcome"] != outcome for incident in status.incidents)
+            return outcome in ("failed", "bad_input", "lost") and not status.reason
 
         seconds = ANSWER_S if outcome == "timeout" else REASON_S
         deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)

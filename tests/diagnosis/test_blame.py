@@ -183,19 +183,24 @@ def test_the_reason_reaches_all():
         )
 
 
-def later_reason(outcome: str, reason: str) -> str:
-    """What a rank says of a failure of rank 1 whose reason comes after the news of it."""
+def later_cause(outcome: str, incidents: tuple = (), reason: str = "") -> str:
+    """What a rank says of a failure of rank 1 whose incidents and reason come after the news of it."""
     group = RankGroup()
     group.topology, group.ranks = ep.Topology(2, 1), [0]
-    told = [[blame.RankStatus(1, {}, {}, [], text)] for text in ("", reason)]
-    group._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=told))
+    early, late = blame.RankStatus(1, {}, {}, [], ""), blame.RankStatus(1, {}, {}, list(incidents), reason)
+    group._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=[[early], [late]]))
     return group._own_cause(outcome, 1)
 
 
-def test_a_reason_may_come_later_than_the_news():
-    """A third rank may tell of the failure first, or lose its connection first."""
-    assert later_reason("failed", "was told to stop: enough") == "rank 1 was told to stop: enough"
-    assert later_reason("lost", "it was closed") == "the connection to rank 1 broke: it was closed"
+def test_a_cause_may_come_later_than_the_news():
+    """A third rank may tell of the failure first, or lose its connection first; a network may bring the end first."""
+    assert later_cause("failed", reason="was told to stop: enough") == "rank 1 was told to stop: enough"
+    assert later_cause("lost", reason="it was closed") == "the connection to rank 1 broke: it was closed"
+    incident = {"role": "notify", "peer": 0, "waiting_for": "counts from a rank of this node", "call": 1}
+    counts = later_cause("mismatch", ({**incident, "outcome": "mismatch"},))
+    assert counts == "rank 1 was sent counts of rows that no rank can have, by rank 0"
+    cut_off = later_cause("cut_off", ({**incident, "outcome": "cut_off"},))
+    assert cut_off.startswith("rank 1 came too late: rank 0 took it for dead")
 
 
 def test_a_mistake_on_one_rank_says_what_it_was_on_all():
