@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -66,9 +66,9 @@ def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
 
 
 # Seconds in which ranks in a call publish what they waited for, after it was given up.
-ANSWER_S = 0.2
-# Seconds by which the reason of a rank that gave up may arrive later than the failure, which other ranks pass on.
-REASON_S = 1.0
+ANSWER_S = 1.0
+# Seconds by which what other ranks say of a failure may come later than the failure, for example over a network.
+NEWS_S = 3.0
 # Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
 REFUSAL_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
@@ -413,30 +413,40 @@ class RankGroup(OfOneProcess):
         }[outcome]
 
     def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
-        """Returns the status of all reachable ranks. Waits up to ANSWER_S after a timeout, so that ranks in a call can
-        publish what they wait for, or up to REASON_S for what the rank that gave up says of it: a network may bring the
-        end of the call first."""
-
-        def has_more_to_say(status: RankStatus) -> bool:
-            if outcome == "timeout":
-                is_expected = bool(status.inside) and not status.incidents
-                return is_expected and not self._fate_of(status.rank) and not self._unheard(status.rank)
-            if status.rank != rank:
-                return False
-            if outcome in ("mismatch", "cut_off", "masked"):
-                return all(incident["outcome"] != outcome for incident in status.incidents)
-            return outcome in ("failed", "bad_input", "lost") and not status.reason
-
-        seconds = ANSWER_S if outcome == "timeout" else REASON_S
+        """Returns the status of all reachable ranks. Waits until they say all that the cause does, or until this rank
+        hears the cause from another one: up to ANSWER_S after a timeout, and up to NEWS_S otherwise."""
+        seconds = ANSWER_S if outcome == "timeout" else NEWS_S
         deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
         try:
             while True:
                 statuses = self.live_backend().rank_statuses()
-                if not any(map(has_more_to_say, statuses)) or time.monotonic() > deadline:
+                is_heard = self._monitor is not None and self._monitor.heard is not None
+                if is_heard or self._say_all(statuses, outcome, rank) or time.monotonic() > deadline:
                     return statuses
                 time.sleep(1e-3)
         except RuntimeError:  # a GPU that no longer answers
             return []
+
+    def _say_all(self, statuses: Sequence[RankStatus], outcome: str, rank: int) -> bool:
+        """Returns whether these statuses have all that the cause of this failure says. A network may bring the end of a
+        call first, because a third rank passes it on."""
+        first = next((status for status in statuses if status.rank == rank), None)
+        if first is None:  # only a rank that reads its memory can tell the cause
+            return self._monitor is None or not self._monitor.hears_of(outcome)
+        if outcome == "timeout":
+            silent = [status.rank for status in statuses if status.inside and not status.incidents]
+            return all(self._fate_of(other) or self._unheard(other) for other in silent)
+        if outcome == "lost":
+            return any(status.reason for status in statuses)
+        if outcome in ("failed", "bad_input"):
+            return bool(first.reason)
+        if outcome not in ("mismatch", "cut_off", "masked"):
+            return True
+        found = [incident for incident in first.incidents if incident["outcome"] == outcome]
+        if outcome == "mismatch" and found and found[0]["waiting_for"] == "nothing" and self.spans_machines:
+            sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
+            return not sent.endswith(disagreement.UNKNOWN)
+        return bool(found)
 
     def _fate_of(self, rank: int) -> str | None:
         """Returns what became of a rank's process, if that is known here: see `blame.root`."""

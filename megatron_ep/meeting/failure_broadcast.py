@@ -17,7 +17,7 @@ from megatron_ep.meeting import codec
 
 INTERVAL_S = 0.25
 MAX_READERS = 4000  # reads of a store per second: with more ranks each polls less often
-ANSWER_S = 1.0  # time that a failed rank waits to learn whether another rank failed first
+ANSWER_S = 3.0  # time that a failed rank waits to learn whether another rank failed first
 END_S = 1.0  # time to wait for the thread when it is stopped
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class FailureBroadcast:
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._is_known = threading.Event()
-        self._is_awaited = True  # False once the store has not answered in time
+        self._is_awaited = True  # False once the store has not answered in time, or the thread has ended
         self._is_over = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_ep failures", daemon=True)
@@ -95,21 +95,21 @@ class FailureBroadcast:
             self._thread.join(END_S)
 
     def _run(self) -> None:
-        while not self._is_over:
-            self._wake.wait(self._interval)
-            self._wake.clear()
-            if self._is_over:
-                return
-            try:
-                self._look()
-            except ValueError as error:
-                log.warning(
-                    "the store of torch.distributed holds a report of a failure that no rank has written: %s", error
-                )
-                return
-            except Exception as error:
-                log.debug("failures of other ranks are no longer received: %s", error)
-                return
+        try:
+            while not self._is_over:
+                self._wake.wait(self._interval)
+                self._wake.clear()
+                if not self._is_over:
+                    self._look()
+        except ValueError as error:
+            log.warning(
+                "the store of torch.distributed holds a report of a failure that no rank has written: %s", error
+            )
+        except Exception as error:
+            log.debug("failures of other ranks are no longer received: %s", error)
+        finally:
+            self._is_awaited = False
+            self._is_known.set()
 
     def _look(self) -> None:
         with self._lock:

@@ -204,20 +204,20 @@ def test_a_rank_may_do_its_part_and_end(monkeypatch) -> None:
 def test_a_failure_is_told_though_nobody_asks(pair) -> None:
     backend, monitor, other = pair()
     backend.failed = ("timeout", 7)
-    assert within(2, lambda: other.first) and other.first.cause == "rank 7: timeout"
-    assert monitor.heard == other.first and backend.reasons == []
+    assert within(20, lambda: other.first and monitor.heard == other.first)
+    assert other.first.cause == "rank 7: timeout" and backend.reasons == []
     with monitor.resetting():
         backend.failed = None
     other.next_epoch()
     assert not within(0.6, lambda: other.first or monitor.heard or backend.failed)
     backend.failed = ("failed", 0)
-    assert within(2, lambda: other.first) and other.first.cause == "rank 0: failed"
+    assert within(20, lambda: other.first) and other.first.cause == "rank 0: failed"
 
 
 def test_what_others_tell_ends_the_own_waits_once(pair) -> None:
     backend, monitor, other = pair()
     other.publish(Failure(3, "timeout", "rank 3 timed out first", ""))
-    assert within(2, lambda: backend.reasons) and monitor.heard == other.first
+    assert within(20, lambda: backend.reasons and monitor.heard == other.first)
     assert monitor.first(Failure(0, "failed", "its own", "")).cause == "rank 3 timed out first"
     assert not within(0.6, lambda: backend.reasons != ["rank 3 timed out first"])
 
@@ -233,4 +233,4 @@ def test_that_a_rank_is_masked_is_not_everybodys_failure(pair, outcome: str, mas
 def test_ranks_that_mask_others_are_not_ended(pair) -> None:
     backend, _, other = pair(masks=True)
     other.publish(Failure(3, "timeout", "rank 3 timed out first", ""))
-    assert within(2, lambda: other.first) and not within(0.8, lambda: backend.failed)
+    assert within(20, lambda: other.first) and not within(0.8, lambda: backend.failed)

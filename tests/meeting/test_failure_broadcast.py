@@ -217,27 +217,28 @@ def test_the_first_failure_is_everybodys(broadcasts) -> None:
     ranks = broadcasts(dist.HashStore(), 3)
     other = dataclasses.replace(SAID, rank=1, cause="rank 1 failed")
     assert ranks[0].agree(SAID) == SAID and ranks[1].agree(other) == SAID and ranks[1].agree(other) == SAID
-    assert within(2, lambda: ranks[2].first == SAID)
+    assert within(20, lambda: ranks[2].first == SAID)
     for rank in ranks:
         rank.next_epoch()
     assert not any(rank.first or rank.has_own for rank in ranks)
-    assert ranks[1].agree(other) == other and within(2, lambda: ranks[0].first == ranks[2].first == other)
+    assert ranks[1].agree(other) == other and within(20, lambda: ranks[0].first == ranks[2].first == other)
 
 
 def test_a_store_that_does_not_answer_holds_up_nobody(broadcasts) -> None:
     store = Slow()
     (rank,) = broadcasts(store, 1)
-    assert within(2, lambda: store.asked == 1)
+    assert within(20, lambda: store.asked == 1)
     started = time.monotonic()
-    assert rank.agree(SAID) == SAID
-    assert 0.9 < time.monotonic() - started < 20
+    with mock.patch.object(failure_broadcast, "ANSWER_S", 0.5):
+        assert rank.agree(SAID) == SAID
+    assert 0.4 < time.monotonic() - started < 20
     with mock.patch.object(failure_broadcast, "ANSWER_S", 60):  # nobody waits for it a second time
         assert rank.agree(SAID) == SAID and rank.first is None
     rank.next_epoch()
     rank.stop()
     assert time.monotonic() - started < 20
     store.is_let_go.set()
-    assert within(2, lambda: not rank._thread.is_alive()) and rank.first is None, "it is no failure"
+    assert within(20, lambda: not rank._thread.is_alive()) and rank.first is None, "it is no failure"
 
 
 @pytest.mark.parametrize("value", [b"{not JSON", b"[]", b"null", pickle.dumps(SAID), b'{"rank": 1}'])
@@ -245,17 +246,19 @@ def test_a_failure_that_no_rank_has_written_is_none(broadcasts, value: bytes, ca
     store = dist.HashStore()
     store.set("first failure/0", value)
     heard, tells = broadcasts(store)
-    assert (
-        within(2, lambda: len(caplog.records) == 2) and "a report of a failure that no rank has written" in caplog.text
-    )
-    assert tells.agree(SAID) == SAID and heard.first is None
+    assert within(20, lambda: len(caplog.records) == 2)
+    assert "a report of a failure that no rank has written" in caplog.text
+    started = time.monotonic()
+    with mock.patch.object(failure_broadcast, "ANSWER_S", 60):  # nobody waits for a thread that has ended
+        assert tells.agree(SAID) == SAID and heard.first is None
+    assert time.monotonic() - started < 20
 
 
 def test_a_failure_is_bounded_text(broadcasts) -> None:
     store = dist.HashStore()
     store.set("first failure/0", codec.encode(dataclasses.replace(SAID, cause="\x1b[2J" + "x" * 500_000)).decode())
     (rank,) = broadcasts(store, 1)
-    assert within(2, lambda: rank.first is not None)
+    assert within(20, lambda: rank.first is not None)
     assert rank.first.cause.startswith("?[2Jxxx") and len(rank.first.cause) < 5000
 
 
