@@ -72,13 +72,9 @@ class Monitor:
 
     def first(self, failure: Failure) -> Failure:
         """Returns the failure that all ranks raise: this one, unless another one was first."""
-        if self._broadcast is None or not self.hears_of(failure.outcome):
+        if self._broadcast is None or not self._is_everybodys(failure.outcome):
             return failure
         return self._broadcast.agree(failure)
-
-    def hears_of(self, outcome: str) -> bool:
-        """Returns whether the first rank that gives up with this outcome tells all others."""
-        return self._broadcast is not None and self._is_everybodys(outcome)
 
     @property
     def heard(self) -> Failure | None:

@@ -69,6 +69,7 @@ def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
 ANSWER_S = 1.0
 # Seconds by which what other ranks say of a failure may come later than the failure, for example over a network.
 NEWS_S = 3.0
+MISSING = "\0"  # in the text of a cause: what another rank has not said yet
 # Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
 REFUSAL_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
@@ -381,72 +382,55 @@ class RankGroup(OfOneProcess):
         return self._monitor.first(self.describe(outcome, rank)).cause
 
     def _own_cause(self, outcome: str, rank: int) -> str:
-        statuses = self._rank_statuses(outcome, rank)
-        reason = next((status.reason for status in statuses if status.rank == rank), "")
-        if outcome == "lost" and not reason:  # another rank has lost its connection to that rank
-            reason = next((status.reason for status in statuses if status.reason), "")
-        why = f": {reason}" if reason else ""
-        if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
-            return f"rank {rank} {reason}"
+        """Returns the cause by the statuses of all reachable ranks. Waits until nothing is missing in it, or until this
+        rank hears it: a network may bring the end of a call first, because a third rank passes it on."""
+        seconds = ANSWER_S if outcome == "timeout" else NEWS_S
+        deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
+        while True:
+            try:
+                statuses = self.live_backend().rank_statuses()
+            except RuntimeError:  # a GPU that no longer answers
+                statuses, deadline = [], 0.0
+            cause = self._cause_by(statuses, outcome, rank)
+            is_heard = self._monitor is not None and self._monitor.heard is not None
+            if MISSING not in cause or is_heard or time.monotonic() > deadline:
+                return cause.replace(MISSING, "")
+            time.sleep(1e-3)
+
+    def _cause_by(self, statuses: Sequence[RankStatus], outcome: str, rank: int) -> str:
+        """Returns the cause by these statuses, with MISSING where they may say more later."""
+        first = [status for status in statuses if status.rank == rank]
         if outcome == "timeout":
             root = blame.root(rank, statuses, self._fate_of, self._unheard)
-            return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
-        incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
-        told = [i["peer"] for i in incidents]
+            silent = [status.rank for status in statuses if status.inside and not status.incidents]
+            is_whole = first and all(self._fate_of(other) or self._unheard(other) for other in silent)
+            why = (f": {root}" if root else "") + ("" if is_whole else MISSING)
+            return f"rank {rank} timed out first, {self._when_waits_expire()}{why}"
+        # Another rank may have lost its connection to that rank.
+        reasons = [status.reason for status in (*first, *(statuses if outcome == "lost" else ()))]
+        reason = next(filter(None, reasons), "")
+        why = f": {reason}" if reason else MISSING
+        if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
+            return f"rank {rank} {reason}"
+        incidents = [i for status in first for i in status.incidents if i["outcome"] == outcome]
+        peer = f"rank {incidents[0]['peer']}" if incidents else f"another rank{MISSING}"
         if outcome == "mismatch" and incidents and incidents[0]["waiting_for"] != "nothing":
-            return f"rank {rank} was sent counts of rows that no rank can have, by rank {told[0]}"
-        if outcome == "cut_off":
-            by = f"rank {told[0]}" if told else "another rank"
-            return f"rank {rank} came too late: {by} took it for dead, has masked it and goes on without it"
-        if outcome == "masked":
-            return f"rank {rank} met rank {told[0] if told else '?'} in a backward pass, masked since its forward pass"
+            return f"rank {rank} was sent counts of rows that no rank can have, by {peer}"
+        sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
+        if sent.endswith(disagreement.UNKNOWN) and (self.spans_machines or not incidents):
+            sent += MISSING
         return {
             "bad_input": f"rank {rank} refused its arguments{why}",
             "failed": f"rank {rank} failed for a reason of its own{why}",
             "lost": f"the connection to rank {rank} broke{why}",
             "interrupted": f"rank {rank} was interrupted",
-            "mismatch": f"rank {rank} met a row that was not meant for its call: "
-            f"{disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)}",
+            "mismatch": f"rank {rank} met a row that was not meant for its call: {sent}",
+            "cut_off": f"rank {rank} came too late: {peer} took it for dead, has masked it and goes on without it",
+            "masked": f"rank {rank} met {peer} in a backward pass, masked since its forward pass",
             "no_layout": f"rank {rank} used the handle of a dispatch that failed",
             "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
             "tokens that ranks of other nodes send through it",
         }[outcome]
-
-    def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
-        """Returns the status of all reachable ranks. Waits until they say all that the cause does, or until this rank
-        hears the cause from another one: up to ANSWER_S after a timeout, and up to NEWS_S otherwise."""
-        seconds = ANSWER_S if outcome == "timeout" else NEWS_S
-        deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
-        try:
-            while True:
-                statuses = self.live_backend().rank_statuses()
-                is_heard = self._monitor is not None and self._monitor.heard is not None
-                if is_heard or self._say_all(statuses, outcome, rank) or time.monotonic() > deadline:
-                    return statuses
-                time.sleep(1e-3)
-        except RuntimeError:  # a GPU that no longer answers
-            return []
-
-    def _say_all(self, statuses: Sequence[RankStatus], outcome: str, rank: int) -> bool:
-        """Returns whether these statuses have all that the cause of this failure says. A network may bring the end of a
-        call first, because a third rank passes it on."""
-        first = next((status for status in statuses if status.rank == rank), None)
-        if first is None:  # only a rank that reads its memory can tell the cause
-            return self._monitor is None or not self._monitor.hears_of(outcome)
-        if outcome == "timeout":
-            silent = [status.rank for status in statuses if status.inside and not status.incidents]
-            return all(self._fate_of(other) or self._unheard(other) for other in silent)
-        if outcome == "lost":
-            return any(status.reason for status in statuses)
-        if outcome in ("failed", "bad_input"):
-            return bool(first.reason)
-        if outcome not in ("mismatch", "cut_off", "masked"):
-            return True
-        found = [incident for incident in first.incidents if incident["outcome"] == outcome]
-        if outcome == "mismatch" and found and found[0]["waiting_for"] == "nothing" and self.spans_machines:
-            sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
-            return not sent.endswith(disagreement.UNKNOWN)
-        return bool(found)
 
     def _fate_of(self, rank: int) -> str | None:
         """Returns what became of a rank's process, if that is known here: see `blame.root`."""

@@ -243,9 +243,6 @@ def test_what_is_not_read_here_is_heard():
             self.known = next(comes)
             return self.known
 
-        def hears_of(self, outcome):
-            return True
-
         def first(self, own):
             return self.known or own
 
