@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # fields of Options
     "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
     "moe_low_latency_max_tokens": (
         {"type": int, "metavar": "N"},
-        "decoding steps of at most N tokens a rank take the low-latency mode",
+        "decoding steps of at most N tokens a rank go in one hop",
     ),
     "moe_chunks": ({"type": int, "choices": (1, 2)}, "2: half of the tokens travel while experts compute the others"),
 }

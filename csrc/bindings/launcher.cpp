@@ -102,6 +102,7 @@ const auto& setters_of(const FusedDispatchArgs&) {
         {"recv_weights", set<A, &A::recv_weights>},
         {"has_intra_rank_pass", set<A, &A::has_intra_rank_pass>},
         {"clears_end", set<A, &A::clears_end>},
+        {"clears_padding", set<A, &A::clears_padding>},
         {"has_all_weights", set<A, &A::has_all_weights>},
         {"source_tokens", set<A, &A::source_tokens>},
         {"is_ahead", set<A, &A::is_ahead>},

@@ -30,6 +30,7 @@ void bind_low_latency_heap(py::module_& m) {
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
              py::arg("masking"), py::arg("lines"), py::arg("sums_at_expert") = false)
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
+        .def_readonly("max_tokens", &LowLatencyHeap::max_tokens)
         .def_property_readonly_static("overflow_offset",
                                       [](py::object) { return LowLatencyLayout::kOverflow; })
         .def(

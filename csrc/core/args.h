@@ -114,6 +114,7 @@ struct DispatchArgs : TransferArgs {
     // writes the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
     bool clears_end = true;        // zeros rows after the last expert's, not only their weights
+    bool clears_padding = true;    // the same for each expert's padding
     bool has_all_weights = false;  // flat: keeps the weights of other ranks' experts, not 0
     // [max_received], index of each row's token on its source rank; null if not asked for.
     int32_t* source_tokens = nullptr;

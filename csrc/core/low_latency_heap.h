@@ -91,7 +91,7 @@ struct LowLatencyHeap {
     size_t slot_bytes;  // size of the largest row
     bool masking;       // whether calls go on without ranks that stay away
     bool lines;         // all ranks mapped, over links that keep lines whole; never with masking
-    // With lines: every combine sums at the expert, so there is no room for rows summed elsewhere.
+    // Every combine sums at the expert, so there is no room for rows summed elsewhere.
     bool sums_at_expert;
 
     LowLatencyHeap() = default;
@@ -134,13 +134,15 @@ struct LowLatencyHeap {
         rows_ = part(banks * world * max_tokens * row_bytes_);
         const size_t parts_of_token = masking ? world * choices_per_rank() : max_topk;
         parts_ = part(sums_at_expert ? 0 : banks * max_tokens * slot_bytes * parts_of_token);
-        sums_ = part(lines ? banks * max_tokens * sums_of_token() * row_bytes_ : 0);
+        sums_ =
+            part(lines || sums_at_expert ? banks * max_tokens * sums_of_token() * row_bytes_ : 0);
         values_ =
             part(lines ? banks * max_tokens * max_topk * kWordsOfValue * sizeof(uint64_t) : 0);
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
         staged_rows_ = part(staged ? banks * (masking ? world : 1) * max_tokens * slot_bytes : 0);
+        const size_t staged_of_token = sums_at_expert ? 1 : choices_per_rank();
         staged_parts_ =
-            part(staged ? banks * world * max_tokens * choices_per_rank() * slot_bytes : 0);
+            part(staged ? banks * world * max_tokens * staged_of_token * slot_bytes : 0);
         memberships_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
         masked_ = part(masking ? world * sizeof(uint64_t) : 0);
         firsts_ = part(masking ? world * sizeof(uint64_t) : 0);
@@ -261,10 +263,12 @@ struct LowLatencyHeap {
     }
     // A row from the experts of `rank`. choice: index among the token's choices there.
     EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
+        if (sums_at_expert) return sum(bank, rank, token, k);
         return parts_ + slot(masking ? slot_of_choice(bank, rank, token, choice)
                                      : slot_of_k(bank, token, k));
     }
-    // With lines: the sum that `rank` makes for a token whose last choice there is k.
+    // With lines or sums_at_expert: the sum that `rank` makes for a token whose last choice there
+    // is k.
     EP_HD size_t sum(int bank, int rank, int token, int k) const {
         const size_t of_token = bank * static_cast<size_t>(max_tokens) + token;
         const int own = topology.world() < max_topk ? rank : k;
@@ -282,7 +286,8 @@ struct LowLatencyHeap {
     }
     // choice: index among the token's choices at this rank.
     EP_HD size_t staged_part(int bank, int rank, int token, int choice) const {
-        return staged_parts_ + slot(slot_of_choice(bank, rank, token, choice));
+        return staged_parts_ + slot(sums_at_expert ? slot_of_token(bank, rank, token)
+                                                   : slot_of_choice(bank, rank, token, choice));
     }
 
     // --- this rank's state with masking ---
@@ -313,10 +318,11 @@ struct LowLatencyHeap {
     }
 
   private:
+    EP_HD size_t slot_of_token(int bank, int rank, int token) const {
+        return (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
+    }
     EP_HD size_t slot_of_choice(int bank, int rank, int token, int choice) const {
-        const size_t row =
-            (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
-        return row * choices_per_rank() + choice;
+        return slot_of_token(bank, rank, token) * choices_per_rank() + choice;
     }
     EP_HD int sums_of_token() const {
         return topology.world() < max_topk ? topology.world() : max_topk;

@@ -101,15 +101,16 @@ EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, 
     }
 }
 
-// Zeros the output rows that no token fills, with their scales and weights: each expert's padding,
-// and what follows the last expert's rows (see clear_end). Flat rows there get no expert either.
+// Zeros the output rows that no token fills, with their scales and weights: each expert's padding
+// (without clears_padding only its weights), and what follows the last expert's rows (see
+// clear_end). Flat rows there get no expert either.
 template <WarpLike W>
 EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
     const Layout& layout = args.layout;
     if (args.is_flat) return clear_end(warp, args, layout.totals().received_rows, part, parts);
     for (int expert = part; expert < layout.local_experts(); expert += parts) {
         clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
-                   layout.expert_start(expert + 1), true);
+                   layout.expert_start(expert + 1), args.clears_padding);
     }
     clear_end(warp, args, layout.expert_start(layout.local_experts()), part, parts);
 }

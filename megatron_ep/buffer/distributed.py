@@ -75,7 +75,7 @@ class DistributedRankGroup(RankGroup):
             self._monitor = Monitor(self.live_backend(), self.rank, neighbours, self._broadcast(), self.describe)
         if self.rank == 0:
             log_set_up(self, f"{fabric.name} ({fabric.reason})", sms)
-        self.lines = low_latency.connect_lines(self)
+        self.one_hop = low_latency.connect_one_hop(self)
 
     def _connect_gpus(self, sms: int, fabric: choice.Choice | None) -> choice.Choice:
         """Makes the backend on this rank's GPU. Returns the fabric, which is chosen if it is None."""

@@ -60,7 +60,7 @@ class LocalRankGroup(RankGroup):
             connection = p2p.of_one_process(self.ranks, self.heap, self.device, sms, config)
             self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms)
             log_set_up(self, "p2p (one GPU)", sms)
-            self.lines = low_latency.connect_lines(self)
+            self.one_hop = low_latency.connect_one_hop(self)
             return
         self.heap = sizes.host_heap(self.topology, config)
         self._backend = host.HostBackend(
@@ -75,7 +75,7 @@ class LocalRankGroup(RankGroup):
         )
         network = "" if seed is None else f", a simulated network of seed {seed}"
         log_set_up(self, f"memory of this process{network}")
-        self.lines = low_latency.connect_lines(self)
+        self.one_hop = low_latency.connect_one_hop(self)
 
     def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:
         backend = self.live_backend()

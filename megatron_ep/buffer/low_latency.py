@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple, Protocol
 
 from megatron_ep import _C
@@ -12,8 +11,6 @@ from megatron_ep.buffer.interface import Backend, Given
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
-
-log = logging.getLogger("megatron_ep.buffer")
 
 SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.Phase.send_and_receive))
 
@@ -103,8 +100,8 @@ class LowLatencyRanks:
         self.network_memory = None
 
 
-class Lines(NamedTuple):
-    """The launches of a buffer's dispatches and combines with few tokens, whose rows are packets with inline flags.
+class OneHop(NamedTuple):
+    """The launches of a buffer's dispatches and combines with few tokens.
 
     max_tokens: promised tokens of a rank up to which a dispatch takes them. row_bytes: size of the largest row.
     """
@@ -114,27 +111,15 @@ class Lines(NamedTuple):
     row_bytes: int
 
 
-def connect_lines(group: Any) -> Lines | None:
-    """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it and, with a warning, with
-    several nodes and between GPUs whose links do not keep packets whole. Collective."""
-    config, backend = group.config, group.live_backend()
+def connect_one_hop(group: Any) -> OneHop | None:
+    """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it. Collective."""
+    config = group.config
     if config.max_tokens is None:
         return None
-    most, is_on_host, why = config.max_tokens, isinstance(backend, HostBackend), ""
-    if group.topology.nodes > 1 or group.spans_machines:
-        why = "the ranks are of several nodes"
-    elif not is_on_host and not (backend.connection.maps_all_ranks and group.keeps_lines()):
-        why = "the links between these GPUs do not keep packets whole"
-    if why:
-        if group.ranks[0] == 0:
-            log.warning("Config.max_tokens is %d, but no call goes by lines: %s", most, why)
-        return None
-    if not is_on_host:
-        most = min(most, sizes.most_tokens_by_lines(_blocks(group, lines=True)))
     largest = sizes.largest_row(config)
-    ranks, _ = connect(group, most, largest, None, sums_at_expert=True)
-    backend.attach(ranks)
-    return Lines(ranks, most, largest.payload_bytes)
+    ranks, _ = connect(group, config.max_tokens, largest, None, sums_at_expert=True)
+    group.live_backend().attach(ranks)
+    return OneHop(ranks, ranks.heap.max_tokens, largest.payload_bytes)
 
 
 def connect(
@@ -142,7 +127,7 @@ def connect(
 ) -> tuple[LowLatencyRanks, Masks | None]:
     """Returns the ranks and the masks of a buffer's low-latency mode. Collective.
 
-    sums_at_expert: whether every combine sums there. The caller has made sure that there can be lines.
+    sums_at_expert: whether every combine sums there, and on a GPU max_tokens is only as large as is faster than rings.
     """
     backend, topology = group.live_backend(), group.topology
     local = len(group.ranks) == topology.world_size
@@ -184,9 +169,11 @@ def connect(
         group.open_on_network(tolerates_loss=masks is not None)
         return LowLatencyRanks(heap, LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks
-    lines = sums_at_expert or (is_mapped and masks is None and group.keeps_lines())
-    blocks = _blocks(group, lines)
-    heap = make_heap(1 if is_mapped else blocks, staged=not is_mapped and topology.nodes > 1, lines=lines)
+    lines = is_mapped and masks is None and group.keeps_lines()
+    blocks, staged = _blocks(group, lines), not is_mapped and topology.nodes > 1
+    if sums_at_expert:
+        max_tokens = min(max_tokens, sizes.most_tokens_in_one_hop(blocks, staged))
+    heap = make_heap(1 if is_mapped else blocks, staged, lines)
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:
         group.open_on_network(tolerates_loss=masks is not None)

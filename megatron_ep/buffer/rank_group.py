@@ -18,7 +18,7 @@ from megatron_ep import _C
 from megatron_ep.buffer.call_log import CallLog
 from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.known_calls import KnownCalls
-from megatron_ep.buffer.low_latency import Lines
+from megatron_ep.buffer.low_latency import OneHop
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
@@ -114,7 +114,7 @@ class RankGroup(OfOneProcess):
     resets: int = 0  # since it was made
     last_counts: RowCounts | None = None  # of the last dispatch for whose counts the host has waited
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
-    lines: Lines | None = None  # of calls with few tokens, see `Config.max_tokens`
+    one_hop: OneHop | None = None  # of calls with few tokens, see `Config.max_tokens`
     _backend: Backend | None = None
     _monitor: Monitor | None = None
     _is_left = False  # whether it was garbage-collected, and its closing deferred
@@ -180,7 +180,7 @@ class RankGroup(OfOneProcess):
         self._stop_monitor()
         if backend is not None:
             backend.close()
-            self.lines = None
+            self.one_hop = None
             give_back = backend.give_back
             del backend  # this may be the last reference, without which its memory can be freed
             give_back()
@@ -209,7 +209,7 @@ class RankGroup(OfOneProcess):
 
     def leave_to_parent(self) -> None:
         """Closes the buffer in a forked child without touching its memory, which the parent uses."""
-        _of_parents.append((self._backend, self._monitor, self.lines))
+        _of_parents.append((self._backend, self._monitor, self.one_hop))
         self._backend = self._monitor = None
 
     def live_backend(self) -> Backend:

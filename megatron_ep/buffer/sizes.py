@@ -13,10 +13,13 @@ from megatron_ep.fabrics.gpu import DEFAULT_SMS
 # SMs of the low-latency mode with packets with inline flags (lines): at T = 128 on two H200 dispatch and combine take
 # 77 us with 24 SMs, 43 with 64 and 38 with 128.
 LINES_SMS = 64
-# Tokens of a rank for each SM up to which dispatch and combine take less time by lines than through rings. On two H200,
-# in us: with 24 SMs 77 by lines and 76 through rings at T = 128, 127 and 122 at T = 256; with 64 SMs 124 and 145 at
-# T = 512, 235 and 226 at T = 1024.
-LINES_TOKENS_PER_SM = 8
+# Tokens of a rank for each SM up to which dispatch and combine take less time in one hop than through rings. On two
+# H200, in us: with 24 SMs 77 in one hop and 76 through rings at T = 128, 127 and 122 at T = 256; with 64 SMs 124 and
+# 145 at T = 512, 235 and 226 at T = 1024.
+ONE_HOP_TOKENS_PER_SM = 8
+# The same of any number of SMs if a network carries rows, where one hop moves more bytes: a row for each of a token's
+# ranks, not of its nodes. Predicted for nodes of eight GPUs, see docs/tuning.md.
+ONE_HOP_TOKENS_OVER_NETWORK = 32
 # From MANY_NODES nodes on the normal mode waits for the network card, so that fewer SMs take hardly longer: at T = 4096
 # dispatch and combine take at most 3 % longer, by the predictions in docs/tuning.md.
 MANY_NODES, MANY_NODES_SMS = 8, 16
@@ -37,9 +40,9 @@ def default_sms(topology: Topology) -> int:
     return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
 
 
-def most_tokens_by_lines(sms: int) -> int:
-    """Returns the tokens of a rank up to which a launch on this many SMs is faster by lines than through rings."""
-    return LINES_TOKENS_PER_SM * sms
+def most_tokens_in_one_hop(sms: int, over_network: bool) -> int:
+    """Returns the tokens of a rank up to which a launch on this many SMs is faster in one hop than through rings."""
+    return ONE_HOP_TOKENS_OVER_NETWORK if over_network else ONE_HOP_TOKENS_PER_SM * sms
 
 
 def low_latency_sms(lines: bool) -> int:
@@ -85,7 +88,7 @@ def slot_bytes(config: Config) -> int:
 
 
 def largest_row(config: Config) -> _C.RowFormat:
-    """Returns the largest row of a call by lines."""
+    """Returns the largest row of a call in one hop."""
     return _row(max(WIDEST_ROW_BYTES, config.row_bytes or 0))
 
 

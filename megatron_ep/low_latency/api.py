@@ -20,7 +20,7 @@ from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.received import LowLatencyReceived, received_of
 from megatron_ep.normal.api import MAX_PADDED_ROWS, Tensors
 from megatron_ep.normal.autograd import need_gradient
-from megatron_ep.normal.lines import row_format
+from megatron_ep.normal.one_hop import row_format
 
 
 class LowLatency(MaskedRanks):

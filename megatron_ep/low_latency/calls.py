@@ -19,7 +19,7 @@ from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, aligned_column
-from megatron_ep.normal.lines import fill_with_zeros, row_format
+from megatron_ep.normal.one_hop import fill_with_zeros, row_format
 from megatron_ep.normal.plan import at
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.

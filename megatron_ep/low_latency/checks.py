@@ -30,7 +30,7 @@ from megatron_ep.normal.api import (
     check_weights,
     weight_dtype,
 )
-from megatron_ep.normal.lines import row_format
+from megatron_ep.normal.one_hop import row_format
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")

@@ -10,7 +10,7 @@ from megatron_ep.buffer.low_latency import Call
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.plans import DispatchPlan
 from megatron_ep.meeting.processes import OfOneProcess
-from megatron_ep.normal.lines import OVERFLOW
+from megatron_ep.normal.one_hop import OVERFLOW
 
 
 class LowLatencyHandle(OfOneProcess):

@@ -124,7 +124,7 @@ class MaskedRanks(OfOneProcess):
 
 
 def check_restorable(config: Config) -> None:
-    """Raises ValueError for a buffer that has calls by lines, which `LowLatency.readmit` does not restore."""
+    """Raises ValueError for a buffer with calls in one hop, which `LowLatency.readmit` does not restore."""
     if config.max_tokens is not None:
         raise ValueError(f"Config.max_tokens is {config.max_tokens}, must be None where ranks rejoin")
 

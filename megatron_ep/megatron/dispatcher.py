@@ -22,9 +22,8 @@ from torch.nn.functional import pad
 import megatron_ep as ep
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.interface import RowCounts
-from megatron_ep.config import MAX_TOPK
-from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.megatron import decoding
+from megatron_ep.buffer.rank_group import RankGroup
+from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
 from megatron_ep.megatron.replays import Layout, Replays, unread_combine
@@ -37,7 +36,6 @@ from megatron_ep.megatron.shared_buffers import (
     options_for,
     release_buffers,
     shared_buffer,
-    shared_low_latency,
 )
 from megatron_ep.megatron.step_state import StepState, check_overlap
 from megatron_ep.megatron.topk_choices import choices_of, replicated
@@ -68,7 +66,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
     Megatron whose schedule uses a dispatcher in another way; for options that are out of range or that contradict the
     config.
 
-    A decoding step of Megatron's inference uses the low-latency mode, see `_decodes`.
+    A decoding step of Megatron's inference promises few tokens, see `_promise`.
     """
 
     def __init__(
@@ -118,8 +116,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.rows_per_token = 1
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
-        self._handle: ep.Handle | LowLatencyHandle | None = None
-        self._low_latency: ep.LowLatency | None = None
+        self._handle: ep.Handle | None = None
         self._row_probs: torch.Tensor | None = None
         self._last_counts: RowCounts | None = None
         self._comm_manager = StepState(
@@ -221,14 +218,17 @@ class EPTokenDispatcher(MoETokenDispatcher):
         max_rows = self._max_rows() if capacity is None else capacity * self.num_local_experts
         received = self._send(self._buffer_for(hidden_states), hidden_states, probs, capacity, max_rows)
         counts, row_probs = received.tokens_per_expert, received.probs
+        # Gradients of weights, and quantization, read all rows.
+        reads_all = not received.x.requires_grad and (torch.is_grad_enabled() or self.config.fp8 or self.config.fp4)
         if capacity is not None:
+            if reads_all:
+                received.x.masked_fill_((row_probs == 0).unsqueeze(1), 0)
             row_probs = self._of_expert.admit(received)
             if not counts_on_device(self.config):  # the host knows the counts: each expert has `capacity` rows
                 counts = torch.full((self.num_local_experts,), capacity, device="cpu")
         elif max_rows is not None:
             row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
-            # Gradients of weights, and quantization, read all rows.
-            if not received.x.requires_grad and (torch.is_grad_enabled() or self.config.fp8 or self.config.fp4):
+            if reads_all:
                 clear_behind(received.x, counts)
         self._handle = received.handle
         self._comm_manager.tokens_per_expert = counts
@@ -264,14 +264,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if row_probs is not None:
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
         hidden_states = hidden_states.contiguous()
-        if self._is_unread:
-            assert isinstance(handle, ep.Handle), "a replay has that of its forward pass"
-            output = unread_combine(hidden_states, handle, row_probs)
-        elif isinstance(handle, ep.Handle):
-            output = ep.combine(hidden_states, handle, row_probs)
-        else:
-            assert self._low_latency is not None, "it made the handle"
-            output = decoding.combine(self._low_latency, hidden_states, handle, row_probs)
+        bring_back = unread_combine if self._is_unread else ep.combine
+        output = bring_back(hidden_states, handle, row_probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
             self.shared_experts.post_forward_comm()
@@ -303,8 +297,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     def _buffer_for(self, hidden_states: torch.Tensor) -> ep.Buffer:
         num_experts = self.config.num_moe_experts * self.tp_size
-        row_bytes = hidden_states.shape[-1] * hidden_states.element_size()
-        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, {"row_bytes": row_bytes})
+        settings = {
+            "row_bytes": hidden_states.shape[-1] * hidden_states.element_size(),
+            "max_tokens": self.options.moe_low_latency_max_tokens,
+        }
+        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, settings)
         announce(self.tp_ep_group, self._groups, buffer)
         return buffer
 
@@ -312,15 +309,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
     ) -> ep.Received:
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
-        as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
-        most = self.options.moe_low_latency_max_tokens
-        if most is not None:  # the first step makes the mode, because it is in no CUDA graph
-            self._low_latency = shared_low_latency(buffer, x, self.topk_idx.shape[1], most)
-            if capacity is not None and self._decodes(most):
-                clear = bool(self.config.fp8 or self.config.fp4)
-                arrival = decoding.Arrival(capacity, as_float8=as_float8, clear=clear)
-                return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, arrival)
-        forward_dtype = torch.float8_e4m3fn if as_float8 else None
+        forward_dtype = torch.float8_e4m3fn if self.options.moe_dispatch_fwd_dtype == "fp8" else None
         if self._layout is not None and self._layout.handle is not None:
             if self._layout.handle.group is rank_group_of(buffer):
                 return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
@@ -340,7 +329,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
         if not is_traced:  # expects the counts of this layer's last dispatch, not of the previous layer's
             of_buffer.last_counts = self._last_counts
-        received = ep.dispatch(x, self.topk_idx, probs, buffer=buffer, **settings)
+        promise = self._promise(of_buffer)
+        received = ep.dispatch(x, self.topk_idx, probs, buffer=buffer, max_tokens=promise, **settings)
         if not is_traced:
             self._last_counts = of_buffer.last_counts
         if self._layout is not None:
@@ -364,20 +354,24 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._is_unread = self.may_skip_combine and self._layout.is_layers_own
         return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
 
-    def _decodes(self, max_tokens: int) -> bool:
-        """Returns whether this step uses the low-latency mode.
+    def _promise(self, group: RankGroup) -> int | None:
+        """Returns the number of tokens that no rank exceeds in this step: few in a decoding step, which therefore goes
+        in one hop, otherwise any; None if the buffer has no calls in one hop.
 
         All ranks of the group must decide alike, so only conditions that are equal on all of them count: whether
         Megatron's inference pads the experts, and the number of tokens of a step, which its own all-to-all also needs
         to be equal.
         """
-        return (
+        if group.one_hop is None:
+            return None
+        decodes = (
             self.drop_and_pad
             and not torch.is_grad_enabled()
             and self.trusts_router
             and self.num_choices == self.config.moe_router_topk
-            and self._num_tokens <= max_tokens
+            and self._num_tokens <= group.one_hop.max_tokens
         )
+        return group.one_hop.max_tokens if decodes else MAX_ROWS
 
     @property
     def _num_tokens(self) -> int:

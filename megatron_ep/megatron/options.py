@@ -20,9 +20,9 @@ class Options:
         tokens_per_expert on the device. None: room for all rows that arrive; the host waits for their number.
     moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts receive ones.
         Saves their pass over the rows, and keeps the rows for the backward pass.
-    moe_low_latency_max_tokens: steps with at most this many tokens per rank use the low-latency mode if Megatron's
-        inference pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). All other steps, and with None
-        all steps, use the normal mode.
+    moe_low_latency_max_tokens: `Config.max_tokens` of the layers' buffer, for steps in which Megatron's inference pads
+        the experts to decode (moe_pad_experts_for_cuda_graph_inference): with at most this many tokens per rank they go
+        in one hop. All other steps, and with None all steps, go through rings.
     moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 are sent to the experts as e4m3 with one scale per 128
         elements, and arrive in their own dtype; gradients are sent unchanged. None: rows are sent unchanged.
     moe_chunks: 2: a layer's tokens are sent in two halves, each of which travels while the experts compute the other.

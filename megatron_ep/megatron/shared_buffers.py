@@ -29,7 +29,6 @@ _config: dict[str, Any] = {}
 _options = options.Options()
 _buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
 _expected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_low_latency: dict[tuple[ep.Buffer, int, int, torch.dtype, int], ep.LowLatency] = {}
 _closed_seconds = 0.0
 
 
@@ -99,22 +98,6 @@ def shared_buffer(
             buffer = buffer_of(ranks)
         _buffers[group, num_experts, device] = buffer
     return buffer
-
-
-def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens: int) -> ep.LowLatency:
-    """Returns the low-latency mode on a shared buffer for rows like those of x [T, H] and K choices per token.
-
-    The first call creates it and is therefore collective.
-
-    Raises ValueError and EPError as `megatron_ep.LowLatency` does.
-    """
-    hidden, dtype = x.shape[1], x.dtype
-    key = (buffer, topk, hidden, dtype, max_tokens)
-    if key not in _low_latency:
-        with torch.inference_mode(False):
-            made = ep.LowLatency(buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, dtype=dtype)
-        _low_latency[key] = made
-    return _low_latency[key]
 
 
 @contextlib.contextmanager
@@ -199,8 +182,6 @@ def _end_all(end: Callable[[ep.Buffer], None]) -> None:
             _buffers[key] = buffer
             raise
         _closed_seconds += seconds
-        for made in [made for made in _low_latency if made[0] is buffer]:
-            del _low_latency[made]
     if failures_met:
         raise failures_met[0]
 

@@ -21,7 +21,7 @@ from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal import plan as plans
 from megatron_ep.normal.handle import CountRequest, Handle, shapes_of
-from megatron_ep.normal.lines import goes_by_lines
+from megatron_ep.normal.one_hop import goes_in_one_hop
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -124,8 +124,8 @@ def dispatch(
     handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without exchanging counts.
     scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Gets no gradient.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
-    expert_capacity: gives each expert exactly this many rows. Rows that do not fit are omitted and reported in
-        `overflow`.
+    expert_capacity: gives each expert exactly this many rows. Rows of x that no token fills are undefined, or zeros if
+        x or topk_weights requires a gradient. Rows that do not fit are omitted and reported in `overflow`.
     max_recv_tokens: fixes R. Rows of x after the last expert's are undefined, or zeros if x or topk_weights requires a
         gradient. Rows beyond R are omitted. A token is omitted completely (zeros) if it is not among the first R to
         arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are
@@ -141,8 +141,8 @@ def dispatch(
         by the caller over the experts of this rank. Writes fewer bytes; for experts that permute rows themselves. Not
         with expert_capacity, nor inside `torch.compile`. With a handle, rows have the layout of its dispatch.
     max_tokens: a promise, equal on all ranks, that no rank passes more tokens to this call; instead of
-        `Config.max_tokens`, which must be given with it. Within a node calls with few tokens go by lines: see
-        docs/tuning.md. Results are the same, bit for bit.
+        `Config.max_tokens`, which must be given with it. Calls with few tokens go in one hop: see docs/tuning.md.
+        Results are the same, bit for bit, but for sums over several nodes, which have the bits that they have in one.
 
     Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
@@ -180,8 +180,8 @@ def dispatch(
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
-            lines = request if goes_by_lines(group, layout, max_tokens, xs[0], is_traced) else None
-            handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", lines=lines)
+            one_hop = request if goes_in_one_hop(group, layout, max_tokens, xs[0], is_traced) else None
+            handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", one_hop=one_hop)
         if signature is not None and tensors[2] is topk_weights and launches.plans_calls(group):
             one = (xs[0], row_scales and row_scales[0], weights and weights[0])
             group.known_calls.add(signature, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
@@ -223,7 +223,7 @@ def _dispatch_by_plan(
     if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
         return None
     if handle is None:
-        handle = Handle(group, plan.topk, [], is_flat=layout == "flat", lines=plan.lines)
+        handle = Handle(group, plan.topk, [], is_flat=layout == "flat", one_hop=plan.one_hop)
     if signature[0][4]:
         tensors = (x,) if topk_weights is None else (x, topk_weights)
         run = autograd.sends_by_plan(plan, handle, backend, topk_idx, scales)
@@ -395,8 +395,8 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
 def _check_traced(handle: Handle, is_traced: bool) -> None:
     if is_traced and handle.is_flat:  # operators have no handle of flat rows
         raise ValueError("handle is of flat rows, must be of grouped ones inside torch.compile")
-    if is_traced and handle.lines is not None:
-        raise ValueError("handle is of a dispatch outside torch.compile by lines, must be of one inside it")
+    if is_traced and handle.one_hop is not None:
+        raise ValueError("handle is of a dispatch outside torch.compile in one hop, must be of one inside it")
 
 
 def as_taken(value: Any, dtype: torch.dtype | None = None) -> Any:

@@ -173,10 +173,10 @@ class Handle(OfOneProcess):
     ranks: empty until that dispatch has made the layout.
     request, topk_idx: settings and ids [T, K] per rank of that dispatch; None and empty after it.
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
-    lines: request of that dispatch if it went by lines, as all calls with this handle then do; None: through rings.
+    one_hop: request of that dispatch if it went in one hop, as all calls with this handle then do; None: through rings.
     """
 
-    __slots__ = ("group", "is_flat", "lines", "made_after_resets", "ranks", "request", "topk", "topk_idx")
+    __slots__ = ("group", "is_flat", "made_after_resets", "one_hop", "ranks", "request", "topk", "topk_idx")
 
     def __init__(
         self,
@@ -186,9 +186,9 @@ class Handle(OfOneProcess):
         request: CountRequest | None = None,
         topk_idx: Sequence[torch.Tensor] = (),
         is_flat: bool = False,
-        lines: CountRequest | None = None,
+        one_hop: CountRequest | None = None,
     ):
-        self.group, self.topk, self.ranks, self.is_flat, self.lines = group, topk, ranks, is_flat, lines
+        self.group, self.topk, self.ranks, self.is_flat, self.one_hop = group, topk, ranks, is_flat, one_hop
         self.request, self.topk_idx = request, topk_idx
         self.made_after_resets = group.resets
 
@@ -199,7 +199,7 @@ class Handle(OfOneProcess):
     @property
     def cache_key(self) -> tuple[object, ...]:
         """The cache key of arguments: handles with equal keys fit the same tensors."""
-        return (self.topk, self.is_flat, self.lines, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
+        return (self.topk, self.is_flat, self.one_hop, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
 
     @property
     def age(self) -> int:

@@ -13,9 +13,9 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal import lines, plan, row_counts
+from megatron_ep.normal import one_hop, plan, row_counts
 from megatron_ep.normal.handle import Handle
-from megatron_ep.normal.lines import LinesCombinePlan, LinesDispatchPlan, listed
+from megatron_ep.normal.one_hop import OneHopCombinePlan, OneHopDispatchPlan, listed
 from megatron_ep.normal.plan import at
 
 Tensors = Sequence[torch.Tensor]
@@ -39,15 +39,16 @@ def launch_dispatch(
 
     The first dispatch of a handle makes its layout.
 
-    clears_end: whether unused rows after the last expert are zeros, as their weights always are.
+    clears_end: whether rows that no token fills are zeros, as their weights always are, if expert_capacity or
+        max_recv_tokens makes room for them.
     all_weights: flat: whether to send the weights of other ranks' experts, which are zeros otherwise.
     """
     if plans_calls(handle.group):
         given = (x[0], at(scales, 0), at(weights, 0))
         prepared = dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
         parts = [prepared.run(handle, handle.group.live_backend(), at(handle.topk_idx, 0), *given)]
-    elif handle.lines is not None:
-        of_all = LinesDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
+    elif handle.one_hop is not None:
+        of_all = OneHopDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
         parts = of_all.run_all(handle, handle.group.live_backend(), handle.topk_idx, x, scales, weights)
     else:
         parts = _dispatch_on_all(handle, x, scales, weights, clears_end, all_weights)
@@ -76,8 +77,8 @@ def launch_combine(
     if plans_calls(handle.group):
         given = (x[0], at(weights, 0), at(row_weights, 0))
         parts = [combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
-    elif handle.lines is not None:
-        of_all = LinesCombinePlan(handle, x, weights)
+    elif handle.one_hop is not None:
+        of_all = OneHopCombinePlan(handle, x, weights)
         parts = of_all.run_all(handle, handle.group.live_backend(), x, weights, row_weights)
     else:
         assert not biases
@@ -94,15 +95,15 @@ def dispatch_plan(
     *,
     clears_end: bool,
     all_weights: bool = False,
-) -> plan.DispatchPlan | LinesDispatchPlan:
+) -> plan.DispatchPlan | OneHopDispatchPlan:
     """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
     asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
-    how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), clears_end, all_weights)
+    how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), clears_end, all_weights)
     key = ("dispatch", how, asked, *map(_type_of, (x, scales, weights)))
-    known: plan.DispatchPlan | LinesDispatchPlan | None = handle.group.known_calls.get(key)
+    known: plan.DispatchPlan | OneHopDispatchPlan | None = handle.group.known_calls.get(key)
     if known is None:
-        if handle.lines is not None:
-            known = LinesDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
+        if handle.one_hop is not None:
+            known = OneHopDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
         else:
             known = plan.DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
         handle.group.known_calls.add(key, known)
@@ -111,15 +112,15 @@ def dispatch_plan(
 
 def combine_plan(
     handle: Handle, x: torch.Tensor, weights: torch.Tensor | None, row_weights: torch.Tensor | None
-) -> plan.CombinePlan | LinesCombinePlan:
+) -> plan.CombinePlan | OneHopCombinePlan:
     rank = handle.ranks[0]
     weight_types = (weights is not None and weights.dtype, row_weights is not None)
-    how = (handle.topk, handle.is_flat, handle.lines, plan.is_planned(handle), rank.counts.num_tokens)
+    how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), rank.counts.num_tokens)
     key = ("combine", how, x.dtype, x.shape[1], *weight_types)
-    known: plan.CombinePlan | LinesCombinePlan | None = handle.group.known_calls.get(key)
+    known: plan.CombinePlan | OneHopCombinePlan | None = handle.group.known_calls.get(key)
     if known is None:
-        if handle.lines is not None:
-            known = LinesCombinePlan(handle, [x], listed(weights))
+        if handle.one_hop is not None:
+            known = OneHopCombinePlan(handle, [x], listed(weights))
         else:
             known = plan.CombinePlan(handle, rank, x, weights, row_weights)
         handle.group.known_calls.add(key, known)
@@ -202,7 +203,7 @@ def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
 
 def overflow_of(handle: Handle) -> list[torch.Tensor]:
     """Returns views int32 [1] per rank, which are not 0 once rows did not fit."""
-    offset = OVERFLOW if handle.lines is None else lines.OVERFLOW
+    offset = OVERFLOW if handle.one_hop is None else one_hop.OVERFLOW
     return [rank.layout.narrow(0, offset, 1) for rank in handle.ranks]
 
 

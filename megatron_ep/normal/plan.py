@@ -122,7 +122,7 @@ class DispatchPlan:
     members: kernel arguments that are equal in all launches. room: allocated rows if the host does not wait for counts.
     """
 
-    lines = None  # see `Handle`
+    one_hop = None  # see `Handle`
 
     def __init__(
         self,
@@ -147,6 +147,7 @@ class DispatchPlan:
         self.members |= {"clears_end": clears_end, "has_all_weights": all_weights}
         if request is not None:
             self.members |= request.members(handle.topk_idx[0])
+            self.members["clears_padding"] = clears_end or not request.expert_capacity
             self.layout_size = group.heap.layout_size(self.num_tokens, topk)
             self.waits = request.max_recv_tokens is None
             self.is_counted = self.waits or group.live_backend().host_knows_counts  # counts come before rows are sent
@@ -363,7 +364,7 @@ def dispatch_signature(
         if given != (None, 1, None, None, "grouped", None):
             return None
         [rank] = handle.ranks
-        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, handle.lines, rank.counts.num_tokens)
+        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, handle.one_hop, rank.counts.num_tokens)
     except (AttributeError, ValueError):  # arguments are lists of tensors, or invalid
         return None
 
@@ -383,7 +384,7 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...
             return None
         differentiates = needs_gradient and torch.is_grad_enabled()
         of_x = (x.__class__, x.dtype, shape[1], x.device)
-        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, handle.lines, num_tokens)
+        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, handle.one_hop, num_tokens)
     except (AttributeError, ValueError):
         return None
 

@@ -98,7 +98,7 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
     backend = group.live_backend()
     # The kernel of a GPU has given up. A reset is safe, because no other process waits, unless a low-latency mode would
     # lose its masks and pending calls.
-    own = None if group.lines is None else group.lines.ranks
+    own = None if group.one_hop is None else group.one_hop.ranks
     is_alone = len(group.ranks) == group.topology.world_size and all(part is own for part in backend.parts)
     if group.device.type == "cuda" and is_alone:
         backend.reset()

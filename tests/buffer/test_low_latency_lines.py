@@ -10,7 +10,7 @@ import megatron_ep as ep
 from megatron_ep.buffer import low_latency
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
-from megatron_ep.normal.lines import row_format
+from megatron_ep.normal.one_hop import row_format
 
 
 class Launches:
@@ -25,8 +25,14 @@ class Group(SimpleNamespace):
     device = torch.device("cpu")
     config = ep.Config(num_experts=4, timeout=10)
 
+    network_memory = None
+
     def live_backend(self):
-        return SimpleNamespace(group=Launches(), connection=Connection(Launches()))
+        connection = Connection(Launches(), network_memory=self.network_memory)
+        return SimpleNamespace(group=Launches(), connection=connection, attach=lambda ranks: None)
+
+    def open_on_network(self, tolerates_loss):
+        assert not tolerates_loss
 
     def keeps_lines(self):
         self.times_asked += 1
@@ -55,3 +61,15 @@ def test_a_rank_that_comes_back_asks_nobody(nvlink):
     group = Group(nvlink=nvlink, times_asked=0)
     connected(group, 1.0)
     assert group.times_asked == 0
+
+
+@pytest.mark.parametrize("nvlink", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "network_memory", "sms", "most"),
+    [(1, None, 5, 40), (1, "of a library", 5, 40), (2, None, 5, 40), (2, "of a library", 5, 32), (1, None, 99, 64)],
+)
+def test_one_hop_is_for_as_few_tokens_as_it_is_faster_for(nodes, network_memory, sms, most, nvlink):
+    topology, config = ep.Topology(nodes, 2), ep.Config(num_experts=4, timeout=10, max_tokens=64)
+    group = Group(nvlink=nvlink, times_asked=0, topology=topology, config=config, network_memory=network_memory)
+    with mock.patch.object(gpu, "num_sms", lambda *_: sms):
+        assert low_latency.connect_one_hop(group).max_tokens == most

@@ -50,7 +50,7 @@ def engine_without_graphs():
     with counted() as calls:
         model = make_model(config_of(), ours=True, weights=weights)
         assert generate(make_engine(model, BATCH), prompts(), NEW) == expected
-    assert (calls.normal, calls.low_latency) == (2, 2 * (NEW - 1)), "two layers; the prefill makes the first token"
+    assert (calls.rings, calls.one_hop) == (2, 2 * (NEW - 1)), "two layers; the prefill makes the first token"
     configured()
 
 
@@ -72,13 +72,13 @@ def engine_with_graphs():
         engine = make_engine(model, BATCH)
         # Before it captures, Megatron tries a step out, and spoils the cache of the first prompts.
         generate(engine, prompts(), NEW)
-        captured = calls.low_latency
+        captured = calls.one_hop
         results = [generate(engine, prompts(), NEW) for _ in range(2)]
     managers = [module.cudagraph_manager for module in model.modules() if hasattr(module, "cudagraph_manager")]
     graphs = [runner for manager in managers for runner in manager.cudagraph_runners]
     assert graphs and all(runner.fwd_graph is not None for runner in graphs)
     assert results == [expected] * 2
-    assert (calls.normal, calls.low_latency) == (3 * 2, captured), "the prefills alone, two layers each"
+    assert (calls.rings, calls.one_hop) == (3 * 2, captured), "the prefills alone, two layers each"
     assert captured > 0
     torch.cuda.synchronize()
     del graphs, managers, engine, model
@@ -119,7 +119,7 @@ def layer_in_a_graph(kind, settings):
 
     def run(layer, x):
         with torch.inference_mode(), counted() as calls:
-            return layer(x)[0], (calls.normal, calls.low_latency)
+            return layer(x)[0], (calls.rings, calls.one_hop)
 
     configured(**settings)
     layer = make_layer()

@@ -31,6 +31,15 @@ def before(ends: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
 
 
+def filled(rows: torch.Tensor, counts: torch.Tensor, capacity: int | None) -> torch.Tensor:
+    """The rows of a rank without the padding up to a capacity. counts: of each expert, without a limit."""
+    if capacity is None:
+        return rows
+    expert, number = torch.arange(len(rows)) // capacity, torch.arange(len(rows)) % capacity
+    last = len(counts) - 1
+    return rows[((expert <= last) & (number < counts[expert.clamp(max=last)])).to(rows.device)]
+
+
 def need_sums(dtype: torch.dtype, device: str) -> None:
     if dtype not in summable_dtypes(device):
         pytest.skip(f"this build sums no {dtype} on GPUs")
@@ -183,7 +192,7 @@ class Case:
 
     def cluster(self, **options) -> ep.LocalCluster:
         cluster = ep.LocalCluster(self.nodes, self.ranks_per_node, self.config, device=self.device, **options)
-        assert (cluster._group.lines is not None) == self.lines
+        assert (cluster._group.one_hop is not None) == self.lines
         return cluster
 
     def there(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
 
 import megatron_ep as ep
-from megatron_ep.megatron import decoding
 from megatron_ep.megatron.layer import ep_layer_spec
 
 VOCABULARY, MAX_TOKENS = 64, 32  # the longest a sequence gets
@@ -111,18 +110,16 @@ def generate(engine, prompts, new_tokens):
 
 @contextlib.contextmanager
 def counted():
-    """Counts dispatches by mode."""
-    calls = SimpleNamespace(normal=0, low_latency=0)
+    """Counts dispatches through rings and in one hop."""
+    calls, dispatch = SimpleNamespace(rings=0, one_hop=0), ep.dispatch
 
-    def count(name, function):
-        def counting(*arguments, **options):
-            setattr(calls, name, getattr(calls, name) + 1)
-            return function(*arguments, **options)
+    def counting(*arguments, **options):
+        received = dispatch(*arguments, **options)
+        if received.handle.one_hop is None:
+            calls.rings += 1
+        else:
+            calls.one_hop += 1
+        return received
 
-        return counting
-
-    with (
-        mock.patch.object(ep, "dispatch", count("normal", ep.dispatch), create=True),
-        mock.patch.object(decoding, "dispatch_step", count("low_latency", decoding.dispatch_step)),
-    ):
+    with mock.patch.object(ep, "dispatch", counting, create=True):
         yield calls

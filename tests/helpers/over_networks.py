@@ -3,6 +3,7 @@ several names."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,15 +51,18 @@ def layer(buffer, x, ids, weights):
 
 
 def run_cases(fabric: str, per_machine: int, per_node: int, seeds: range = range(4)) -> None:
-    """Random cases of both modes have the bits of ranks of one process; no fabric: on one machine."""
-    for sizes in SIZES.values():
+    """Random cases of both modes, and of few tokens, have the bits of ranks of one process; no fabric: on one
+    machine."""
+    both = SIZES["two_channels"]
+    for sizes, promise in [*((sizes, None) for sizes in SIZES.values()), (both, both.max_tokens)]:
+        config = replace(sizes.config(), max_tokens=promise)
         near = machines_of(per_machine, fabric) if fabric else nullcontext()
         with (
             cards_in_any_order(fabric),
             near,
-            ep.Buffer(None, sizes.config(), ep.Topology(W // per_node, per_node)) as buffer,
+            ep.Buffer(None, config, ep.Topology(W // per_node, per_node)) as buffer,
         ):
             assert buffer.fabric == fabric or not fabric
             check_cases(buffer, sizes, seeds)
-            if sizes is SIZES["two_channels"]:
+            if sizes is both and promise is None:
                 check_low_latency_cases(buffer, seeds)

@@ -1,7 +1,10 @@
-"""Megatron's inference: decoding steps take the low-latency mode.
+"""Megatron's inference: decoding steps go in one hop.
 
 A test is a function that runs on all four ranks.
 """
+
+import contextlib
+from unittest import mock
 
 import pytest
 from repeats import at_night
@@ -15,10 +18,12 @@ from megatron.core.inference import utils
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
 import megatron_ep as ep
+from megatron_ep.buffer.host import HostBackend
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
+from megatron_ep.tools.local_ranks import LocalRanks
 
 pytestmark = pytest.mark.numerical
 
@@ -44,7 +49,7 @@ def _generates_the_same_tokens(pads):
         with configured(**{MOST: most}), counted() as calls:
             ours = make_model(make_config(**options, **more), ours=True, weights=theirs.state_dict())
             assert generate(make_engine(ours, len(prompts), pads), prompts, 6) == expected
-        modes = (calls.normal // config.num_layers, calls.low_latency // config.num_layers)
+        modes = (calls.rings // config.num_layers, calls.one_hop // config.num_layers)
         assert modes == (1 + steps - low_latency, low_latency)
 
 
@@ -75,7 +80,21 @@ def decode(layer, x):
         output, _ = layer(x)
         utils.set_decode_expert_padding(layer, False)
     ep.raise_if_failed()
-    return output, (calls.normal, calls.low_latency)
+    return output, (calls.rings, calls.one_hop)
+
+
+@contextlib.contextmanager
+def used_memory():
+    """Rows that nothing writes to hold NaN."""
+    new_output = HostBackend.new_output
+
+    def used(*arguments):
+        rows = new_output(*arguments)
+        rows.view(torch.uint8).fill_(0xFF)
+        return rows
+
+    with mock.patch.object(HostBackend, "new_output", used):
+        yield
 
 
 def tokens(config, count, seed=0):
@@ -84,8 +103,9 @@ def tokens(config, count, seed=0):
 
 
 def _compare_modes(tp, dtype, router, settings, topology):
-    join_layout(tp, W // tp)
-    config = make_config(params_dtype=dtype, moe_router_dtype="fp32", moe_router_topk=3, num_moe_experts=8)
+    ranks = dist.get_world_size()
+    join_layout(tp, ranks // tp)
+    config = make_config(params_dtype=dtype, moe_router_dtype="fp32", moe_router_topk=3, num_moe_experts=3 * ranks)
     x = tokens(config, 8)
     with configured(topology=topology, **settings):
         layer = make_layer(config, router)
@@ -94,12 +114,13 @@ def _compare_modes(tp, dtype, router, settings, topology):
     with configured(topology=topology, **settings, **{MOST: 8}):
         layer = make_layer(config, router, layer.state_dict())
         for _ in range(2):
-            actual, calls = decode(layer, x)
+            with used_memory():
+                actual, calls = decode(layer, x)
             assert calls == (0, 1)
     assert actual.abs().sum() > 0
     if topology is None:  # one node
         assert torch.equal(actual, expected)
-    else:  # the normal mode rounds the sum of each node
+    else:  # rings round the sum of each node
         torch.testing.assert_close(actual, expected)
 
 
@@ -108,14 +129,21 @@ def _compare_modes(tp, dtype, router, settings, topology):
     [
         (1, torch.bfloat16, None, {}, None),
         (1, torch.float64, fused_router, {}, None),
+        (1, torch.float32, None, {}, None),
         (2, torch.float32, None, {}, None),
         (1, torch.bfloat16, None, {"moe_apply_probs_on_combine": True}, None),
         (1, torch.bfloat16, fused_router, {"moe_dispatch_fwd_dtype": "fp8"}, None),
         (1, torch.bfloat16, None, {}, ep.Topology(2, 2)),
     ],
 )
-def test_gives_the_bits_of_the_normal_mode(four_ranks, tp, dtype, router, settings, topology):
+def test_gives_the_bits_of_the_rings(four_ranks, tp, dtype, router, settings, topology):
     four_ranks.run(_compare_modes, tp, dtype, router, settings, topology)
+
+
+@pytest.mark.nightly
+def test_gives_the_bits_of_the_rings_on_three_ranks():
+    with LocalRanks(3, 60.0) as ranks:
+        ranks.run(_compare_modes, 1, torch.float32, None, {}, None)
 
 
 def _chooses_the_mode():
@@ -130,13 +158,13 @@ def _chooses_the_mode():
 
         with counted() as calls, torch.no_grad():
             expected, _ = layer(tokens(config, 6))
-        assert (calls.normal, calls.low_latency) == (1, 0), "no padding for decoding"
+        assert (calls.rings, calls.one_hop) == (1, 0), "no padding for decoding"
         assert torch.allclose(full, expected, rtol=1e-12, atol=1e-12)
         # what has no gradient in inference may have one later
         leaf = tokens(config, 6).requires_grad_()
         with counted() as calls:
             layer.train()(leaf)[0].sum().backward()
-        assert (calls.normal, calls.low_latency) == (1, 0) and leaf.grad.abs().sum() > 0
+        assert (calls.rings, calls.one_hop) == (1, 0) and leaf.grad.abs().sum() > 0
         layer.token_dispatcher.trusts_router = False  # to choose no more experts than moe_router_topk
         assert decode(layer.eval(), tokens(config, 6))[1] == (1, 0)
 
@@ -145,11 +173,12 @@ def test_chooses_the_mode_by_what_all_ranks_share(four_ranks):
     four_ranks.run(_chooses_the_mode)
 
 
-def _a_rank_without_tokens():
-    """Its experts are wanted. Megatron's router itself cannot do without tokens."""
+def _a_rank_without_tokens(fp8):
+    """Its experts are wanted. Megatron's router itself cannot do without tokens. fp8: experts read padding, too."""
     join_layout(1, W)
     config = make_config()
-    with configured(**{MOST: 6}):
+    config.fp8 = fp8
+    with configured(**{MOST: 6}), used_memory():
         dispatcher = make_dispatcher("ours", config)
         dispatcher.drop_and_pad, dispatcher.trusts_router = True, True
         dispatcher.moe_expert_capacity_factor = config.num_moe_experts / config.moe_router_topk
@@ -160,13 +189,15 @@ def _a_rank_without_tokens():
             sent, weights = dispatcher.dispatch_preprocess(x, routing_map, routing_map.double())
             rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(sent, weights))
             assert rows.shape == (48, 32) and counts.tolist() == [24, 24]
+            assert rows[probs == 0].isnan().all() or (fp8 and not rows[probs == 0].any())
             output = dispatcher.combine_postprocess(dispatcher.token_combine(rows * probs.unsqueeze(1)))
         assert torch.equal(output, 2 * x)
         ep.raise_if_failed()
 
 
-def test_a_rank_without_tokens_takes_part(four_ranks):
-    four_ranks.run(_a_rank_without_tokens)
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+def test_a_rank_without_tokens_takes_part(four_ranks, fp8):
+    four_ranks.run(_a_rank_without_tokens, fp8)
 
 
 def _ranks_that_disagree():

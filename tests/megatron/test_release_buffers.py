@@ -15,15 +15,16 @@ W, T, H, K = 2, 4, 8, 2
 
 
 def use_buffers() -> list[ep.Buffer]:
-    """Two buffers, and the low-latency mode on one."""
-    buffers = [shared_buffers.shared_buffer(dist.group.WORLD, E, torch.device("cpu")) for E in (4, 8)]
+    """Two buffers, one of which has calls in one hop."""
+    promises = {4: T, 8: None}
+    buffers = [
+        shared_buffers.shared_buffer(dist.group.WORLD, E, torch.device("cpu"), {"max_tokens": most})
+        for E, most in promises.items()
+    ]
     x, ids = torch.ones(T, H), torch.tensor([[0, 2]] * T)
     for buffer in buffers:
         rows = ep.dispatch(x, ids, buffer=buffer)
         assert torch.equal(ep.combine(rows.x, rows.handle), K * x)
-    low_latency = shared_buffers.shared_low_latency(buffers[0], x, K, T)
-    received = low_latency.dispatch(x, ids)
-    assert torch.equal(low_latency.combine(received.x, received.handle), K * x)
     return buffers
 
 

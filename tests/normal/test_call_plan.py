@@ -78,7 +78,10 @@ def step(buffer, x, ids, weights, *, x_learns, weights_learn, uses_probs, is_wei
     again = ep.dispatch(x.detach() + 1, topk_weights=weights.detach(), handle=rows.handle)
     flat = rows.topk_idx
     real = int(rows.tokens_per_expert.sum() if flat is None else (flat >= 0).any(dim=1).sum())  # anything is behind
-    found = [rows.x[:real], rows.probs, rows.tokens_per_expert, rows.overflow, y, again.x[:real], again.probs]
+    kept = rows.x[:real]
+    if options.get("expert_capacity") and not (x_learns or weights_learn):  # padding is anything
+        kept = kept[rows.probs[:real] != 0]
+    found = [kept, rows.probs, rows.tokens_per_expert, rows.overflow, y, again.x[:real], again.probs]
     found += [flat] if flat is not None else []
     if x_learns or weights_learn:
         loss = (y * torch.arange(HIDDEN)).sum() + (rows.probs.square().sum() if uses_probs else 0)

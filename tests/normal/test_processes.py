@@ -23,7 +23,7 @@ from megatron_ep.meeting.nodes import VARIABLE
 def calls_of(lines, nodes=2, **settings):
     """By lines all ranks are in one node."""
     calls = Normal(HOST, 1, max_tokens=64, **settings) if lines else Normal(HOST, nodes, **settings)
-    assert (calls.buffer._group.lines is not None) == lines
+    assert (calls.buffer._group.one_hop is not None) == lines
     return calls
 
 

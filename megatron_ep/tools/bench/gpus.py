@@ -89,7 +89,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
     )
     parser.add_argument(
-        "--max-tokens", action="store_true", help="Config.max_tokens is T, so that calls with few tokens go by lines"
+        "--max-tokens", action="store_true", help="Config.max_tokens is T, so that calls with few tokens go in one hop"
     )
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
     add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)

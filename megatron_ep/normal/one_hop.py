@@ -1,7 +1,7 @@
-"""Dispatches and combines with few tokens, by lines: plans that fill the arguments of the low-latency kernels.
+"""Dispatches and combines with few tokens, in one hop: plans that fill the arguments of the low-latency kernels.
 
-A row goes straight to each rank that wants it, in packets with inline flags. Results have the bits of the rings, which
-all other calls take. Lists have one entry per rank of this process.
+A row goes straight to each rank that wants it. Results have the bits of the rings, which all other calls take, except
+sums over several nodes, which the rings round once more per node. Lists have one entry per rank of this process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, RowCounts
-from megatron_ep.buffer.low_latency import Lines
+from megatron_ep.buffer.low_latency import OneHop
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
@@ -31,40 +31,40 @@ COMBINE_GIVEN = (
 OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
 
 
-def goes_by_lines(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor, is_traced: bool) -> bool:
-    """Returns whether a dispatch goes by lines, and with it all later calls with its handle; otherwise they go through
-    rings. All ranks decide alike, because the number of tokens is a promise of all.
+def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor, is_traced: bool) -> bool:
+    """Returns whether a dispatch goes in one hop, and with it all later calls with its handle; otherwise they go
+    through rings. All ranks decide alike, because the number of tokens is a promise of all.
 
     max_tokens: argument of the dispatch. x: rows of this rank, before a conversion to float8.
     """
-    lines, promised = group.lines, max_tokens or group.config.max_tokens
-    if lines is None or promised is None or promised > lines.max_tokens:
+    launches, promised = group.one_hop, max_tokens or group.config.max_tokens
+    if launches is None or promised is None or promised > launches.max_tokens:
         return False
     row_bytes = x.shape[1] * max(2, x.element_size())  # sums are of at least two bytes per element
-    return layout == "grouped" and not is_traced and row_bytes <= lines.row_bytes
+    return layout == "grouped" and not is_traced and row_bytes <= launches.row_bytes
 
 
-class LinesDispatchPlan:
+class OneHopDispatchPlan:
     """The plan of a dispatch of the ranks of this process, with new ids or with the layout of a handle."""
 
     def __init__(
         self, handle: Handle, xs: Tensors, scales: Tensors | None, weights: Tensors | None, *, clears_end: bool
     ):
         group, request = handle.group, _request_of(handle)
-        lines = _lines_of(group)
-        self.topk, self.lines, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
-        self.is_new, self.offsets = handle.request is not None, lines.ranks.offsets(handle.topk)
+        launches = _launches_of(group)
+        self.topk, self.one_hop, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
+        self.is_new, self.offsets = handle.request is not None, launches.ranks.offsets(handle.topk)
         self.waits = request.max_recv_tokens is None
         self.num_tokens = [x.shape[0] for x in xs]
         self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
         self.weight_dtype = None if weights is None else weights[0].dtype
         has_padding = request.expert_alignment > 1 or request.expert_capacity > 0
-        self.clears_rows = has_padding or (clears_end and not self.waits)
+        self.clears_rows = request.expert_alignment > 1 or (clears_end and (has_padding or not self.waits))
         world, local_experts = group.topology.world_size, group.num_local_experts
         self.room = request.max_recv_tokens or request.expert_capacity * local_experts
         if not self.room:
             padding = local_experts * (request.expert_alignment - 1)
-            self.room = world * lines.max_tokens * min(self.topk, local_experts) + padding
+            self.room = world * launches.max_tokens * min(self.topk, local_experts) + padding
         members = {
             "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
             "expert_alignment": request.expert_alignment,
@@ -72,12 +72,12 @@ class LinesDispatchPlan:
             "clears_weights": weights is not None and (has_padding or not self.waits),
         }
         scale_dtype = None if scales is None else scales[0].dtype
-        row = _format_of(lines, self.topk, xs[0], scale_dtype, self.weight_dtype)
-        of_ranks, most = [], world * lines.max_tokens
+        row = _format_of(launches, self.topk, xs[0], scale_dtype, self.weight_dtype)
+        of_ranks, most = [], world * launches.max_tokens
         for tokens in self.num_tokens:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
             of_ranks.append(members | {"num_tokens": tokens, "max_received": received if received < most else 0})
-        self.call = lines.ranks.group.dispatch(row, of_ranks, DISPATCH_GIVEN)
+        self.call = launches.ranks.group.dispatch(row, of_ranks, DISPATCH_GIVEN)
 
     def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
         """See `megatron_ep.normal.plan.DispatchPlan`."""
@@ -94,7 +94,7 @@ class LinesDispatchPlan:
         weights: Tensors | None,
     ) -> list[Outputs]:
         """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; none use the handle's layout."""
-        group, lines, stream = handle.group, _lines_of(handle.group), backend.current_stream()
+        group, launches, stream = handle.group, _launches_of(handle.group), backend.current_stream()
         if self.is_new:
             self._check_ids(group, ids)
         else:
@@ -116,7 +116,7 @@ class LinesDispatchPlan:
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
             given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
             given += (counts, rows, layout_call, handle.age)
-        lines.ranks.launch(backend, self.call, stream, given)
+        launches.ranks.launch(backend, self.call, stream, given)
         if made:
             if self.waits:
                 parts = self._wait_for_counts(group, backend, ids, made, parts)
@@ -167,16 +167,16 @@ class LinesDispatchPlan:
         return out, scales, probs
 
 
-class LinesCombinePlan:
+class OneHopCombinePlan:
     """The plan of a combine of the ranks of this process. weights are sent with the rows, row_weights multiply them."""
 
     def __init__(self, handle: Handle, xs: Tensors, weights: Tensors | None):
-        lines = _lines_of(handle.group)
-        self.offsets, self.topk = lines.ranks.offsets(handle.topk), handle.topk
+        launches = _launches_of(handle.group)
+        self.offsets, self.topk = launches.ranks.offsets(handle.topk), handle.topk
         self.weight_dtype = None if weights is None else weights[0].dtype
-        row = _format_of(lines, self.topk, xs[0], None, self.weight_dtype)
+        row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
         members = [{"num_tokens": rank.num_tokens, "sum_at_expert": True} for rank in handle.ranks]
-        self.call = lines.ranks.group.combine(row, members, COMBINE_GIVEN)
+        self.call = launches.ranks.group.combine(row, members, COMBINE_GIVEN)
 
     def run(
         self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
@@ -207,21 +207,21 @@ class LinesCombinePlan:
                 factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
             given += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
             given += (rank.rows, layout_call, handle.age)
-        _lines_of(group).ranks.launch(backend, self.call, stream, given)
+        _launches_of(group).ranks.launch(backend, self.call, stream, given)
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts
 
 
-def _lines_of(group: RankGroup) -> Lines:
+def _launches_of(group: RankGroup) -> OneHop:
     group.live_backend()  # raises if the buffer is closed
-    assert group.lines is not None, "a handle by lines has a group with lines"
-    return group.lines
+    assert group.one_hop is not None, "a handle in one hop has a group with these launches"
+    return group.one_hop
 
 
 def _request_of(handle: Handle) -> CountRequest:
-    assert handle.lines is not None
-    return handle.lines
+    assert handle.one_hop is not None
+    return handle.one_hop
 
 
 def _check(handle: Handle, backend: Backend, stream: int) -> None:
@@ -234,13 +234,13 @@ def _check(handle: Handle, backend: Backend, stream: int) -> None:
 
 
 def _format_of(
-    lines: Lines, topk: int, x: Tensor, scale_dtype: torch.dtype | None, weights: torch.dtype | None
+    launches: OneHop, topk: int, x: Tensor, scale_dtype: torch.dtype | None, weights: torch.dtype | None
 ) -> _C.RowFormat:
     payload_bytes = x.shape[1] * x.element_size()
-    if payload_bytes > lines.row_bytes:
+    if payload_bytes > launches.row_bytes:
         raise ValueError(
-            f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {lines.row_bytes} bytes with the handle of a "
-            "dispatch by lines, see Config.row_bytes"
+            f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {launches.row_bytes} bytes with the handle of "
+            "a dispatch in one hop, see Config.row_bytes"
         )
     return row_format(topk, x.shape[1], x.dtype, scale_dtype, 0 if weights is None else weights.itemsize)
 

@@ -1,5 +1,6 @@
-"""Dispatches with few tokens go by lines: the bits of the rings, and which of both a call takes."""
+"""Dispatches with few tokens go in one hop: the bits of the rings, and which of both a call takes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,15 +25,19 @@ def inputs(tokens=(5, 0, 16, 9), experts=8, topk=3, hidden=40):
     return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
 
 
+@pytest.mark.parametrize("most_nodes", [1, 4])
 @pytest.mark.parametrize("seed", a_third(range(60)))
-def test_all_results_have_the_bits_of_the_rings(seed):
+def test_all_results_have_the_bits_of_the_rings(seed, most_nodes):
+    """On several nodes as within one; between them with a simulated network, if there is a seed."""
     case = Case(seed, max_tokens=50, lines=True)
+    case.nodes = math.gcd(most_nodes, case.world)
+    case.ranks_per_node = case.world // case.nodes
     with (
-        case.cluster(**({"seed": seed} if seed % 2 else {"threads": 1 + seed % 3})) as by_lines,
+        case.cluster(**({"seed": seed} if seed % 2 else {"threads": 1 + seed % 3})) as in_one_hop,
         ep.LocalCluster(1, case.world, replace(case.config, max_tokens=None)) as through_rings,
     ):
         drawn = Inputs.draw(case, through_rings)
-        ours, expected = results(drawn, by_lines), results(drawn, through_rings)
+        ours, expected = results(drawn, in_one_hop), results(drawn, through_rings)
     assert ours.keys() == expected.keys()
     for name, tensors in ours.items():
         for a, b in zip(tensors, expected[name], strict=True):
@@ -42,7 +47,7 @@ def test_all_results_have_the_bits_of_the_rings(seed):
 def run_cases(sizes, seeds):
     config = replace(SIZES[sizes].config(), max_tokens=SIZES[sizes].max_tokens)
     with ep.Buffer(None, config, ep.Topology(1, W)) as buffer:
-        assert buffer._group.lines is not None
+        assert buffer._group.one_hop is not None
         check_cases(buffer, SIZES[sizes], seeds)
 
 
@@ -51,28 +56,28 @@ def test_processes_have_the_bits_of_the_rings(ranks, sizes):
     ranks.run(run_cases, sizes, range(12))
 
 
-def test_which_calls_go_by_lines(caplog):
+def test_which_calls_go_in_one_hop():
     x, ids, weights = inputs()
     wide = [torch.randn(len(idx), 4000) for idx in ids]  # 16,000 bytes a row
 
-    def goes_by_lines(cluster, rows=x, **options):
+    def goes_in_one_hop(cluster, rows=x, **options):
         received = ep.dispatch(rows, ids, weights, buffer=cluster, **options)
         ep.combine(received.x, received.handle)
-        return received.handle.lines is not None
+        return received.handle.one_hop is not None
 
     with ep.LocalCluster(1, W, settings()) as cluster:
-        assert goes_by_lines(cluster)
-        assert goes_by_lines(cluster, max_tokens=16)
-        assert goes_by_lines(cluster, max_recv_tokens=50)
-        assert not goes_by_lines(cluster, max_tokens=17), "more than the memory of lines holds"
-        assert not goes_by_lines(cluster, layout="flat")
-        assert not goes_by_lines(cluster, wide)
+        assert goes_in_one_hop(cluster)
+        assert goes_in_one_hop(cluster, max_tokens=16)
+        assert goes_in_one_hop(cluster, max_recv_tokens=50)
+        assert not goes_in_one_hop(cluster, max_tokens=17), "more than there is memory for"
+        assert not goes_in_one_hop(cluster, layout="flat")
+        assert not goes_in_one_hop(cluster, wide)
     with ep.LocalCluster(1, W, settings(row_bytes=16_000)) as cluster:
-        assert goes_by_lines(cluster, wide)
-    for nodes, config in ((2, settings()), (1, settings(max_tokens=None))):
-        with ep.LocalCluster(nodes, W // nodes, config) as cluster:
-            assert not goes_by_lines(cluster)
-    assert caplog.messages == ["Config.max_tokens is 16, but no call goes by lines: the ranks are of several nodes"]
+        assert goes_in_one_hop(cluster, wide)
+    with ep.LocalCluster(2, W // 2, settings()) as cluster:
+        assert goes_in_one_hop(cluster)
+    with ep.LocalCluster(1, W, settings(max_tokens=None)) as cluster:
+        assert not goes_in_one_hop(cluster)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def run_one_goes_through_rings():
         rows = received.x.clone().requires_grad_()
         y = ep.combine(rows, received.handle)
         buffer.release()
-        assert buffer._group.lines is None
+        assert buffer._group.one_hop is None
         with pytest.raises(ValueError, match="buffer is closed"):
             y.sum().backward()
 
