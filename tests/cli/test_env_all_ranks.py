@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 import training_runs
 from ports import free_port
+from waits import within
 
 from megatron_ep.cli import env as all_ranks
 from megatron_ep.cli import main as cli
@@ -94,12 +95,11 @@ def test_nobody_waits_for_ever(report):
     def run(rank):
         results[rank] = all_ranks.exchange(store, rank, 3, report, timedelta(seconds=0.5))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
+    other = threading.Thread(target=run, args=(2,))
+    other.start()
+    assert within(20, lambda: store.check(["report 2"]))
+    run(0)
+    other.join(timeout=20)
     assert results[0] == results[2] and results[0][1] == 1
     assert "did not report within 0.5 s: rank 1\n" in results[0][0]
 

@@ -95,13 +95,13 @@ def test_survivors(tmp_path, monkeypatch, mode, check):
 
 @pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("tcp", 4), at_night("", 4), at_night("ibgda", 4)])
 def test_a_late_rank_is_masked(over, fabric, nodes):
-    mask_s = patience(0.5)
+    mask_s = patience(0.8)
     took = over(fabric, one_rank.run_one_masked, HOST, nodes, mask_s)
     assert mask_s / 2 < max(took[:3]) < 5 * mask_s, took  # one wait for it, and no other
     assert took[3] < 4 * mask_s, took  # it waits for nobody
 
 
 def test_a_rank_that_stays_away_from_the_backward_pass(over):
-    messages = over("", one_rank.run_one_masked_in_backward, HOST, 2, patience(0.5))
+    messages = over("", one_rank.run_one_masked_in_backward, HOST, 2, patience(0.8))
     said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
     assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages

@@ -161,16 +161,15 @@ class Telling(_C.SoftwareNic):
         super().tell_now()
 
 
-def run_late_with_calls_that_tell() -> None:
-    """As `run_late`, by one of several calls."""
+def run_calls_that_tell() -> None:
     with machines_of(1), mock.patch.object(_C, "SoftwareNic", Telling):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=2), ep.Topology(W, 1))
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
     nic = buffer._group._network.nic
     x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
     dist.barrier()
     if dist.get_rank() == W - 1:
-        time.sleep(4)
-    dispatch, times = lambda: ep.dispatch(x, ids, buffer=buffer), 0
+        buffer.abort("enough")
+    dispatch, times = lambda: ep.dispatch(x, ids, buffer=buffer), nic.told
     for call in (dispatch, dispatch, buffer.raise_if_failed):  # it fails, was known to have failed, and is asked for
         with pytest.raises(EPError):
             call()
@@ -187,7 +186,7 @@ def run_late_with_calls_that_tell() -> None:
 
 def test_whoever_raises_an_error_has_told_the_others(ranks):
     """A process may end with it, before its thread for the network has said why."""
-    ranks.run(run_late_with_calls_that_tell)
+    ranks.run(run_calls_that_tell)
 
 
 def run_one_that_cannot_join() -> None:
@@ -441,7 +440,17 @@ def test_a_connection_that_is_there_is_not_replaced():
     both = [socket.create_connection((told[0].host, told[0].port), 5) for _ in range(2)]
     for one in both:
         one.sendall(hello)
-    made, _ = tcp.join(0, [1, 2], told, listeners[0], 1.0)  # rank 2 does not come
+    made: dict[int, socket.socket] = {}
+    looks = iter(range(3))
+
+    def look(others, why):
+        """Rank 2 does not come."""
+        made.update(others)
+        if next(looks) == 2:
+            raise EPError("enough")
+
+    with pytest.raises(EPError, match="enough"):
+        tcp.join(0, [1, 2], told, listeners[0], 60.0, look)
     assert made.keys() == {1}
     heard = sorted(one.recv(tcp.TOKEN_BYTES) for one in both)
     assert heard == [b"", told[0].answers[1]], "the second is turned away"
@@ -458,11 +467,13 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
     def trickle() -> None:
         """A byte of the right words now and then."""
         hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
-        strangers.extend(socket.create_connection((told[0].host, told[0].port), 5) for _ in range(100))
-        for at in range(20):
+        strangers.extend(socket.create_connection((told[0].host, told[0].port), 20) for _ in range(100))
+        for at in range(200):
+            if len(closed) == len(strangers):
+                break
             for stranger in [stranger for stranger in strangers if stranger not in closed]:
                 try:
-                    stranger.sendall(hello[at : at + 1])
+                    stranger.sendall(hello[at : at + 1] if at < len(hello) - 1 else b"")
                     stranger.setblocking(False)
                     if stranger.recv(1) == b"":
                         closed.add(stranger)
@@ -474,9 +485,14 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    made, _ = tcp.join(0, [1], told, listeners[0], 5.0)
+
+    def look(made, why):
+        if made or len(closed) == 100 or not thread.is_alive():
+            raise EPError(f"{len(made)} have joined, {len(closed)} were turned away")
+
+    with pytest.raises(EPError, match="0 have joined, 100 were turned away"):
+        tcp.join(0, [1], told, listeners[0], 60.0, look)
     thread.join()
-    assert not made and len(closed) == len(strangers) == 100, "long before their words were complete"
     for connection in (*strangers, *listeners):
         connection.close()
 
@@ -506,9 +522,11 @@ def test_who_is_turned_away_while_it_says_something(monkeypatch):
     def look(made, why):
         strangers.append(socket.create_connection(address))
         strangers[-2].sendall(b"x")
+        if len(strangers) == 4:
+            raise EPError("enough")
 
-    tcp.join(0, [1], told, listeners[0], 3.0, look)
-    assert len(strangers) > 2
+    with pytest.raises(EPError, match="enough"):
+        tcp.join(0, [1], told, listeners[0], 60.0, look)
     for connection in (*strangers, *listeners):
         connection.close()
 

@@ -23,7 +23,7 @@ from megatron_ep.tools.local_ranks import LocalRanks
 TOPOLOGIES = [(2, 1), (2, 2), (3, 2)]  # machines, and ranks of each
 EXPERTS, TOKENS, HIDDEN, TOPK = 2, (8, 0, 3, 8, 5, 1), 64, 2  # experts of a rank
 SIZES = dict(max_tokens=max(TOKENS), hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
-MASK_S = 0.5
+MASK_S = 1.0
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)
