@@ -11,14 +11,17 @@ from modes import HOST, MODES
 from repeats import at_night
 from waits import patience, within
 
+ALL = ["normal", at_night("one hop"), "low latency"]
 NETWORKS = ["tcp", at_night("verbs"), "ibgda"]
 PHASES = [("normal", phase) for phase in ("dispatch", "combine", "backward")]
 PHASES += [("low latency", "dispatch"), ("low latency", "combine"), at_night("normal", "compiled backward")]
+PHASES += [at_night("one hop", "dispatch"), at_night("one hop", "combine"), ("one hop", "backward")]
 MISTAKES = [("normal", "dtype"), ("normal", "ids"), ("normal", "combine"), ("low latency", "dtype")]
+MISTAKES += [at_night("one hop", "dtype"), at_night("one hop", "ids"), at_night("one hop", "combine")]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 def test_topologies(over, mode, nodes):
     before = shared_memory.names()
     over("", one_rank.run_topology, mode, HOST, nodes)
@@ -29,7 +32,8 @@ def check_absent(messages, mode, phase):
     role, says = MODES[mode].absent[phase]
     assert any(role in m and "from rank 3: seen" in m for m in messages), messages
     assert all(re.search(rf": rank 3 {says}\n", m) for m in messages[:3]), messages
-    backward = "in the backward pass of combine, call 2: does the loss"
+    of_call = ", call 2" if mode == "normal" else ""
+    backward = f"in the backward pass of combine{of_call}: does the loss"
     assert all((backward in m) == ("backward" in phase) for m in messages[:3]), messages
 
 
@@ -43,6 +47,8 @@ def test_an_absent_rank_is_named(over, mode, phase):
     [
         ("normal", "tcp"),
         ("low latency", "ibgda"),
+        ("one hop", "tcp"),
+        at_night("one hop", "ibgda"),
         at_night("normal", "ibgda"),
         at_night("low latency", "tcp"),
         *(at_night(mode, "verbs") for mode in MODES),
@@ -58,37 +64,36 @@ def test_a_mistake_on_one_rank_reaches_all(over, fabric, mode, kind):
     over(fabric, one_rank.run_one_mistake, mode, HOST, kind, 4 if fabric else 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp"])
 def test_a_mistake_and_a_reset_reach_ranks_that_come_later(over, fabric, mode):
     over(fabric, one_rank.run_mistake_and_reset, mode, HOST, 4 if fabric else 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp", at_night("verbs"), at_night("ibgda")])
 def test_a_mistake_of_all_ranks_needs_no_reset(over, fabric, mode):
     over(fabric, one_rank.run_mistake_of_all, mode, HOST, 4 if fabric else 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp"])
 def test_a_mistake_and_the_end_of_a_buffer_reach_all(over, fabric, mode):
     over(fabric, one_rank.run_mistake_and_close, mode, HOST, 4 if fabric else 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp"])
 def test_a_mistake_of_another_thread_ends_no_call(over, fabric, mode):
     over(fabric, one_rank.run_mistake_of_another_thread, mode, HOST, 4 if fabric else 2)
 
 
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 def test_survivors(tmp_path, monkeypatch, mode, check):
     """One rank is killed, or interrupted, between two calls or in one."""
     before = shared_memory.names()
-    if mode == "low latency":
-        monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
+    monkeypatch.setattr(survivors, "SURVIVOR", survivors.in_mode(mode))
     check(tmp_path)
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 

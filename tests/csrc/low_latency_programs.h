@@ -106,8 +106,9 @@ struct LowLatencyProgram {
         const RowFormat format = fp8 ? RowFormat{hidden, 4 * scale_blocks(hidden), 4, topk, 4}
                                      : RowFormat{hidden * 4, 0, 4, topk, 2};
         const int channels = sizes == Sizes::OfBlocks ? warps / 16 : pick(1, warps);
-        heap = {topology,           experts,  max_tokens, topk, format.slot_bytes(),
-                topology.nodes > 1, channels, masking,    lines};
+        const bool sums_at_expert = seed % 4 == 3 && !masking;
+        heap = {topology,           experts,  max_tokens, topk,  format.slot_bytes(),
+                topology.nodes > 1, channels, masking,    lines, sums_at_expert};
         active.assign(world, std::vector<int32_t>(world, 1));
         gone.assign(world, std::vector<bool>(world));
         masked = gone;
@@ -147,7 +148,7 @@ struct LowLatencyProgram {
             }
             const bool combine = !dispatches.empty() && pick(0, 1) && !fp8;
             calls.push_back({combine, combine ? dispatches[pick(0, dispatches.size() - 1)] : 0,
-                             pick(0, 1) == 1});
+                             pick(0, 1) == 1 || heap.sums_at_expert});
         }
     }
 

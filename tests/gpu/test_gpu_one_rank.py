@@ -43,8 +43,7 @@ def test_a_mistake_on_one_rank_reaches_all(ranks):
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors(tmp_path, monkeypatch, mode, check):
-    if mode == "low latency":
-        monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
+    monkeypatch.setattr(survivors, "SURVIVOR", survivors.in_mode(mode))
     check(tmp_path, "cuda")
     started = time.monotonic()
     assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20

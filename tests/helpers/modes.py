@@ -91,6 +91,18 @@ class Normal(Calls):
         self.buffer.synchronize()
 
 
+class OneHop(Normal):
+    absent: ClassVar = {
+        "dispatch": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
+        "combine": ("low_latency_combine", r"has not (sent|received) low-latency combine \d \(it finished \d\)"),
+        "backward": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
+    }
+
+    def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None, **settings: Any) -> None:
+        super().__init__(place, nodes, timeout, max_tokens=max(TOKENS), **settings)
+        assert self.buffer._group.one_hop is not None
+
+
 class LowLatency(Calls):
     absent: ClassVar = {
         "dispatch": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
@@ -128,4 +140,4 @@ class LowLatency(Calls):
         self.buffer.synchronize()
 
 
-MODES = {"normal": Normal, "low latency": LowLatency}
+MODES = {"normal": Normal, "one hop": OneHop, "low latency": LowLatency}

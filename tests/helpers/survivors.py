@@ -35,6 +35,13 @@ SURVIVOR = """
 """
 
 
+def in_mode(mode):
+    """The script in one of `modes.MODES`."""
+    if mode == "low latency":
+        return with_low_latency(SURVIVOR)
+    return SURVIVOR.replace("ep.Config(", "ep.Config(max_tokens=64, ") if mode == "one hop" else SURVIVOR
+
+
 def with_low_latency(script):
     """The same with the low-latency mode's dispatches and combines."""
     changed = script.replace("ep.dispatch(x, ids, buffer=buffer)", "low_latency.dispatch(x, ids)")
