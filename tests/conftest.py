@@ -12,9 +12,10 @@ from megatron_ep.tools.local_ranks import LocalRanks
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
-import left_out
-from forget import forget
+import rank_threads
+import skips
 from gpu_turns import turn
+from shared_settings import forget
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
 LONGEST = (
@@ -76,6 +77,13 @@ def no_other_buffers():
 
 
 @pytest.fixture
+def closed_afterwards():
+    """For buffers of ranks that are threads."""
+    yield
+    rank_threads.close_all()
+
+
+@pytest.fixture
 def gpu_alone():
     """For tests that measure the free memory of a GPU."""
 
@@ -83,7 +91,7 @@ def gpu_alone():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     on_gpu = item.path.parent.name == "gpu" or "device" in getattr(item, "fixturenames", ())
-    if not on_gpu or left_out.no_gpu():
+    if not on_gpu or skips.no_gpu():
         return (yield)
     with turn("gpu_alone" in getattr(item, "fixturenames", ())):
         return (yield)
@@ -95,12 +103,12 @@ def pytest_generate_tests(metafunc):
     if "lines" in metafunc.fixturenames:
         metafunc.parametrize("lines", [False, True], ids=["rings", "lines"])
     if "device" in metafunc.fixturenames:
-        devices = ["cpu"] if left_out.no_gpu() else ["cpu", "cuda"]
+        devices = ["cpu"] if skips.no_gpu() else ["cpu", "cuda"]
         metafunc.parametrize("device", devices, scope="module")
 
 
 def pytest_collection_modifyitems(items):
-    left_out.collapse(items)
+    skips.collapse(items)
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
@@ -112,5 +120,5 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    for line in left_out.summary(terminalreporter.stats.get("skipped", [])):
+    for line in skips.summary(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(line)

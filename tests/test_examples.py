@@ -5,8 +5,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-import forks
 import pytest
+import rank_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -46,13 +46,17 @@ def test_script(arguments: list[str], says: str) -> None:
     if name in NEEDS_MEGATRON and find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     command = [str(EXAMPLES / name), *options]
-    ranks = forks.run_ranks(command, RANKS[name]) if RANKS[name] else forks.run(command, [dict(os.environ)])
+    ranks = (
+        rank_processes.run_ranks(command, RANKS[name])
+        if RANKS[name]
+        else rank_processes.run(command, [dict(os.environ)])
+    )
     for status, text in ranks:
         assert status == 0 and text.count(says) == 1, text
 
 
 def test_collectivex_adapter() -> None:
-    for status, text in forks.run_ranks([str(ROOT / "tests/helpers/collectivex_ranks.py")], 2):
+    for status, text in rank_processes.run_ranks([str(ROOT / "tests/helpers/collectivex_ranks.py")], 2):
         assert status == 0 and text.count("all rows and sums are right") == 1, text
 
 
@@ -70,5 +74,5 @@ print("both are equal", flush=True)
 dist.destroy_process_group()
 """
     (tmp_path / "own_model.py").write_text(code)
-    for status, text in forks.run_ranks([str(tmp_path / "own_model.py")], 2):
+    for status, text in rank_processes.run_ranks([str(tmp_path / "own_model.py")], 2):
         assert status == 0 and text.count("both are equal") == 1, text

@@ -4,8 +4,8 @@ import json
 import sys
 import types
 
-import forks
 import pytest
+import rank_processes
 import torch
 import training_runs
 from ports import free_port
@@ -54,7 +54,9 @@ def test_the_ranks_of_a_job(tmp_path):
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     tasks = training_runs.clean_environment(**slurm, GLOO_SOCKET_IFNAME="lo")
     command = ["-m", "megatron_ep.cli.main", "bench", *SIZES, "--dtype", "bf16", "--json", file]
-    statuses, texts = zip(*forks.run(command, [tasks | {"SLURM_PROCID": str(rank)} for rank in range(2)]), strict=True)
+    statuses, texts = zip(
+        *rank_processes.run(command, [tasks | {"SLURM_PROCID": str(rank)} for rank in range(2)]), strict=True
+    )
     assert statuses == (0, 0), texts
     assert "1x2 bf16 T=24 H=40 K=3 E=8" in texts[0] and texts[1] == ""
     assert {record["case"] for record in json.loads(file.read_text())["records"]} == {"1x2 bf16 T=24 H=40 K=3 E=8"}

@@ -8,7 +8,7 @@ import bench_sequences as sequences
 import pytest
 import run
 import torch
-from repeats import at_night
+from nightly import at_night
 from sequence_baselines import attention_of
 from sequence_case import Case, crossings_of, draw_documents, plans_of
 

@@ -2,8 +2,8 @@
 
 import json
 
-import forks
 import pytest
+import rank_processes
 import torch
 
 import megatron_ep as ep
@@ -63,7 +63,7 @@ def bench(tmp_path):
     program.write_text(PROGRAM)
 
     def run(seen, *arguments, **variables):
-        job = forks.run_ranks([program, seen, *arguments, "--json", file], 1 + seen.count("/"), **variables)
+        job = rank_processes.run_ranks([program, seen, *arguments, "--json", file], 1 + seen.count("/"), **variables)
         return job, json.loads(file.read_text())["records"] if file.exists() else []
 
     return run

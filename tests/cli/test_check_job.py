@@ -1,8 +1,8 @@
 """`megatron-ep check` by the ranks of a job, here on one machine: what rank 0 says, and what all end with. On several
 machines: tests/network/test_check_network.py."""
 
-import forks
 import pytest
+import rank_processes
 
 from megatron_ep import megatron as megatron_side
 
@@ -44,7 +44,7 @@ sys.exit(main(["check", "--timeout", "30"]))
 def check(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    return lambda how, **variables: forks.run_ranks([program, how], 2, **variables)
+    return lambda how, **variables: rank_processes.run_ranks([program, how], 2, **variables)
 
 
 def verdicts(text):

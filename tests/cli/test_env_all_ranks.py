@@ -6,8 +6,8 @@ import threading
 from datetime import timedelta
 from unittest import mock
 
-import forks
 import pytest
+import rank_processes
 import torch.distributed as dist
 import training_runs
 from ports import free_port
@@ -146,7 +146,9 @@ def test_ranks_of_a_launcher(tmp_path):
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port)}
     tasks = training_runs.clean_environment(**slurm)
     own = [{"SLURM_PROCID": str(rank), "MEGATRON_EP_TIMEOUT": str(5 + rank)} for rank in range(2)]
-    ends = forks.run(["-m", "megatron_ep.cli.main", "env", "--all-ranks"], [tasks | variables for variables in own])
+    ends = rank_processes.run(
+        ["-m", "megatron_ep.cli.main", "env", "--all-ranks"], [tasks | variables for variables in own]
+    )
     statuses, texts = zip(*ends, strict=True)
     assert statuses == (1, 1), texts
     assert "$MEGATRON_EP_TIMEOUT:\n    rank 0: 5\n    rank 1: 6\n" in texts[0] and texts[1] == ""

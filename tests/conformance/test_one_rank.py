@@ -8,7 +8,7 @@ import pytest
 import shared_memory
 import survivors
 from modes import HOST, MODES
-from repeats import at_night
+from nightly import at_night
 from waits import patience, within
 
 ALL = ["normal", at_night("one hop"), "low latency"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cards import cards_with
+from nightly import at_night
 from over_networks import W, run_cases
-from repeats import at_night
 from waits import within
 
 import megatron_ep as ep

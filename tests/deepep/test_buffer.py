@@ -9,8 +9,8 @@ from unittest import mock
 
 import deep_ep_checks as checks
 import deep_ep_elastic_checks as elastic
-import forks
 import pytest
+import rank_processes
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
@@ -189,7 +189,7 @@ def test_construction():
 def test_a_communicator_instead_of_a_group(tmp_path):
     """In processes that never initialise torch.distributed."""
     script = Path(__file__).parents[1] / "helpers" / "communicator_ranks.py"
-    for status, text in forks.run_ranks([str(script), str(tmp_path / "store")], 3):
+    for status, text in rank_processes.run_ranks([str(script), str(tmp_path / "store")], 3):
         assert status == 0 and text.endswith("done\n"), text
 
 

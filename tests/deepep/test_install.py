@@ -3,8 +3,8 @@
 import os
 import textwrap
 
-import forks
 import pytest
+import rank_processes
 
 import megatron_ep.deep_ep
 
@@ -35,7 +35,7 @@ SCRIPT = """
 
 
 def run(folder, *arguments, **environment):
-    return forks.run_one(arguments, folder, **environment)
+    return rank_processes.run_one(arguments, folder, **environment)
 
 
 def test_a_script_and_its_children(tmp_path):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from repeats import at_night
+from nightly import at_night
 
 import megatron_ep.deep_ep
 

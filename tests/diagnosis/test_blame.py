@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 from waits import patience
 
 import megatron_ep as ep

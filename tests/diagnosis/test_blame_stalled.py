@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from repeats import at_night
+from nightly import at_night
 
 import megatron_ep as ep
 

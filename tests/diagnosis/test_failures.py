@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from late import late
+from host_backends import LateBackend, with_backend
 
 import megatron_ep as ep
 from megatron_ep import float8
@@ -114,7 +114,7 @@ def test_counts_that_never_came_are_no_counts():
 def stalled():
     """A cluster as late as a GPU that loses a signal in the backward pass; the leaves of the graph, and its end."""
     lost = lost_in(dispatch, combine, backward)
-    with late():
+    with with_backend(LateBackend):
         cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost)
     x, ids, weights = inputs()
     leaves = [part.requires_grad_() for part in (*x, *weights)]
@@ -175,9 +175,9 @@ EXIT = """
     import sys
     sys.path[:0] = {paths!r}
     import test_failures as t
-    from late import late
+    from host_backends import LateBackend, with_backend
     lost = t.lost_in(t.dispatch, t.combine, t.backward)
-    with late():
+    with with_backend(LateBackend):
         cluster = t.ep.LocalCluster(2, 1, t.CONFIG, seed=0, lost_signal=lost)
     rows = t.dispatch(cluster, None)
     t.backward(cluster, t.combine(cluster, rows))
@@ -249,7 +249,7 @@ def test_a_low_latency_call_that_was_given_up_leaves_no_data(failing):
 def test_the_handle_of_a_low_latency_dispatch_that_was_given_up_stays_useless():
     send, _ = low_latency_steps()
     lost = lost_in(send)
-    with late():
+    with with_backend(LateBackend):
         cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost)
     mode, received = send(cluster, None)  # returns, as on a GPU
     with pytest.raises(ep.EPTimeoutError):

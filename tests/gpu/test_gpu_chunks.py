@@ -3,7 +3,7 @@ of the layer without them, however long each stream takes. Ranks share a GPU whe
 
 import pytest
 import torch
-from left_out import missing
+from skips import missing
 
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -43,10 +43,10 @@ def _compare(number, delays):
     from unittest import mock
 
     import torch.distributed as dist
-    from configured import configured
     from counted_experts import CountedExperts, make_layer
     from delayed_experts import DelayedExperts
     from gpu_layers import join, make_config
+    from shared_settings import configured
 
     from megatron_ep.megatron import chunks
     from megatron_ep.normal import plan

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from left_out import missing
+from skips import missing
 
 LACK = missing("megatron.core", "transformer_engine")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")

@@ -5,7 +5,7 @@ Two ranks, a process each, on two GPUs where there are two.
 
 import pytest
 import torch
-from left_out import missing
+from skips import missing
 
 LACK = missing("megatron.core")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from left_out import missing
+from skips import missing
 
 from megatron_ep.tools.balance import trace
 from megatron_ep.tools.local_ranks import LocalRanks

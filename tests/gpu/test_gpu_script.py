@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import megatron_trees
 import pytest
-from left_out import missing
+from skips import missing
 
 pytest.importorskip("pydantic")
 

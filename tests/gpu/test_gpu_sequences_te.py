@@ -4,7 +4,7 @@ at home, but for the rounding of bf16."""
 import pytest
 import torch
 import torch.distributed as dist
-from left_out import missing
+from skips import missing
 
 W = 2
 LACK = missing("megatron.core", "transformer_engine") or (None if torch.cuda.device_count() >= W else "a second GPU")

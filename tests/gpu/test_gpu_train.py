@@ -6,7 +6,7 @@ import time
 
 import pytest
 import training_runs
-from left_out import missing
+from skips import missing
 from training_runs import deterministic, finish, kill_rank, rows, running, start, until_training
 
 LACK = missing("megatron.core", "pydantic")

@@ -1,14 +1,13 @@
 """Four ranks, of which some are killed, or come too late and end, masked by the others, started again and taken back,
 one after the other."""
 
-import contextlib
-import multiprocessing
 import os
 import signal
 from time import sleep
 
 import torch
 import torch.distributed as dist
+from rank_processes import LinkedProcess
 
 import megatron_ep as ep
 
@@ -85,7 +84,7 @@ class Rank:
 CUT_OFF = 7  # the exit status of a rank that came too late
 
 
-def run_rank(rank, folder, nodes, lost, is_late, born, told, device):
+def run_rank(rank, folder, nodes, lost, is_late, born, device, told):
     """lost: who is, one after the other: killed, or if is_late by coming too late. born: 0, or the number of the
     comeback that this process is. told: hears whenever all is well on this rank."""
     topology, own = ep.Topology(nodes, W // nodes), Rank(rank, device)
@@ -123,58 +122,32 @@ def run_rank(rank, folder, nodes, lost, is_late, born, told, device):
     own.low_latency.buffer.close()
 
 
-def rejoin_in_vain(told, path, *arguments, **settings):
+def rejoin_in_vain(path, rank, config, topology, settings, told):
+    """A process that comes back as this rank, and cannot."""
     try:
-        ep.rejoin(dist.FileStore(path), *arguments, **settings)
+        ep.rejoin(dist.FileStore(path), rank, W, config, topology, **settings)
     except ep.EPError as error:
         told.send(str(error))
 
 
-@contextlib.contextmanager
-def too_early(path, rank, config, topology, **settings):
-    """A process that comes back as this rank. Gives what hears why it cannot."""
-    context = multiprocessing.get_context("forkserver")
-    hears, told = context.Pipe(duplex=False)
-    arguments = (told, path, rank, W, config, topology)
-    process = context.Process(target=rejoin_in_vain, args=arguments, kwargs=settings, daemon=True)
-    process.start()
-    try:
-        yield hears
-    finally:
-        process.kill()
-
-
 def check_comebacks(folder, nodes, killed=(), late=(), device="cpu", patience=30):
-    context = multiprocessing.get_context("forkserver")
     processes = []
 
     def start(rank, born):
-        hears, told = context.Pipe(duplex=False)
-        arguments = (rank, folder, nodes, killed or late, bool(late), born, told, device)
-        process = context.Process(target=run_rank, args=arguments, daemon=True)
-        process.start()
-        told.close()
-        processes.append(process)
-        return process, hears
-
-    def hear(ranks):
-        for rank, (_, hears) in enumerate(ranks):
-            assert hears.poll(patience), f"nothing is heard of rank {rank}"
-            assert hears.recv() == "whole"
+        arguments = (rank, folder, nodes, killed or late, bool(late), born, device)
+        processes.append(LinkedProcess(run_rank, *arguments))
+        return processes[-1]
 
     try:
         ranks = [start(rank, 0) for rank in range(W)]
-        hear(ranks)
+        assert [rank.hear(patience) for rank in ranks] == ["whole"] * W
         for time, dead in enumerate(killed or late, 1):
             if killed:
-                ranks[dead][0].kill()
-            ranks[dead][0].join(patience)
-            assert ranks[dead][0].exitcode == (-signal.SIGKILL if killed else CUT_OFF)
+                ranks[dead].kill()
+            assert ranks[dead].wait(patience) == (-signal.SIGKILL if killed else CUT_OFF)
             ranks[dead] = start(dead, time)
-            hear(ranks)
-        for process, _ in ranks:
-            process.join(patience)
-            assert process.exitcode == 0
+            assert [rank.hear(patience) for rank in ranks] == ["whole"] * W
+        assert [rank.wait(patience) for rank in ranks] == [0] * W
     finally:
         for process in processes:
             process.kill()

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forks import Fork
+import rank_processes
+from rank_processes import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,15 +92,14 @@ def wait_for(folder: Path, pattern: str, count: int, limit: float) -> list[re.Ma
         time.sleep(0.05)
 
 
-def fork(made: Any, folder: Path, arguments: list[object], ranks: int) -> list[Fork]:
+def fork(made: Any, folder: Path, arguments: list[object], ranks: int) -> list[Program]:
     """So many ranks a machine, without a launcher."""
-    job = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(made.count * ranks)}
-    job |= {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp", "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = []
-    for machine in range(made.count):
-        own = [job | {"RANK": str(machine * ranks + i), "LOCAL_RANK": str(i)} for i in range(ranks)]
-        processes.append(made.fork(machine, arguments, own, log=log_of(folder, machine), cwd=ROOT))
-    return processes
+    places = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+    job = rank_processes.job(made.count * ranks, ranks, **places, MEGATRON_EP_FABRIC="tcp")
+    return [
+        made.fork(machine, arguments, job[machine * ranks :][:ranks], log=log_of(folder, machine), cwd=ROOT)
+        for machine in range(made.count)
+    ]
 
 
 def run_for_ever(made: Any, folder: Path, ranks: int, timeout: float, device: str, limit: float) -> None:

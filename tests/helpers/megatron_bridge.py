@@ -11,10 +11,10 @@ import types
 from unittest import mock
 
 import torch
-from left_out import missing
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from skips import missing
 
 NEEDED = missing("megatron.bridge", "megatron.energon", "modelopt", "tensorboard")
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -34,7 +34,7 @@ def main() -> int:
     recipe_file, out, device, lateness = sys.argv[1:]
     os.environ["MEGATRON_EP_TIMEOUT"] = str(TIMEOUT)
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from late import late
+    from host_backends import LateBackend, with_backend
 
     import megatron_ep as ep
     from megatron_ep.training import loop, model, recipe
@@ -74,7 +74,7 @@ def main() -> int:
         return optimizer, scheduler
 
     with (
-        late() if lateness == "late" else contextlib.nullcontext(),
+        with_backend(LateBackend) if lateness == "late" else contextlib.nullcontext(),
         mock.patch.object(loop, "_forward_step", forward_step_then_stall),
         mock.patch.object(model, "build_model", build_and_keep),
         mock.patch.object(model, "build_optimizer", build_watched),

@@ -6,7 +6,7 @@ import signal
 import textwrap
 import time
 
-from forks import RANK_ENVIRONMENT, Fork
+from rank_processes import RANK_ENVIRONMENT, Program
 
 SURVIVOR = """
     import sys, os, signal, torch, torch.distributed as dist
@@ -55,9 +55,9 @@ def with_low_latency(script):
 def start_survivors(tmp_path, device="cpu"):
     script = textwrap.dedent(SURVIVOR)
     environment = os.environ | RANK_ENVIRONMENT
-    processes = [Fork(["-c", script, rank, tmp_path / "store", device], environment) for rank in range(4)]
+    processes = [Program(["-c", script, rank, tmp_path / "store", device], environment) for rank in range(4)]
     for process in processes:
-        assert process.stdout.readline() == "ready\n"
+        assert process.read_line() == "ready\n", process.stderr.read()
     time.sleep(0.3)
     return processes
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import forks
+import rank_processes
 from ports import free_port
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -52,7 +52,7 @@ def run(recipe, out, *arguments):
 def run_forked(recipe, out, *arguments, world):
     """The same without the launcher; what rank 0 prints."""
     command = ["-m", "megatron_ep.cli.main", "train", recipe, "--out", out]
-    ranks = forks.run_ranks([*command, *arguments], world)
+    ranks = rank_processes.run_ranks([*command, *arguments], world)
     assert [status for status, _ in ranks] == [0] * world, "\n".join(text for _, text in ranks)
     return ranks[0][1]
 
@@ -99,7 +99,7 @@ def run_with_a_stalled_rank(recipe, out, device, lateness):
     """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
     arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), device, lateness]
     if device == "cpu":
-        return [text for _, text in forks.run_ranks(arguments, 2)]
+        return [text for _, text in rank_processes.run_ranks(arguments, 2)]
     port = free_port()
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [

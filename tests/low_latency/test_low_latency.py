@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import assert_all_equal
 from low_latency_cases import LowLatencyCase, fill
-from repeats import a_third
+from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference

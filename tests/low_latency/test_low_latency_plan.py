@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 
 import megatron_ep as ep
 from megatron_ep.low_latency.calls import LowLatencyCalls

@@ -8,6 +8,7 @@ import pytest
 import survivors
 import torch
 import what_was_sent
+from rank_processes import LinkedProcess
 from waits import come_last
 
 import megatron_ep as ep
@@ -262,13 +263,11 @@ def test_survivors_go_on(tmp_path, monkeypatch):
     survivors.check_masked(tmp_path)
 
 
-def test_ranks_come_back(ranks, tmp_path):
-    ranks.run(torch.distributed.get_rank)  # the server that processes are forked from has imported torch
+def test_ranks_come_back(tmp_path):
     comebacks.check_comebacks(tmp_path, nodes=2, killed=(1, 2))
 
 
-def test_a_rank_that_came_too_late_comes_back(ranks, tmp_path):
-    ranks.run(torch.distributed.get_rank)
+def test_a_rank_that_came_too_late_comes_back(tmp_path):
     comebacks.check_comebacks(tmp_path, nodes=2, late=(2,))
 
 
@@ -317,9 +316,8 @@ def run_former_process_lives(folder):
 
 
 def test_a_former_process_must_have_ended(ranks, tmp_path):
-    ranks.run(torch.distributed.get_rank)
     sizes = {"max_tokens": MAX_TOKENS, "hidden": HIDDEN, "topk": 3, "dtype": torch.float32, "on_dead_rank": "mask"}
     config, topology = ep.Config(num_experts=EXPERTS, timeout=MASKING["timeout"]), ep.Topology(2, 2)
-    with comebacks.too_early(f"{tmp_path}/store", 1, config, topology, **sizes) as hears:
+    with LinkedProcess(comebacks.rejoin_in_vain, f"{tmp_path}/store", 1, config, topology, sizes) as early:
         ranks.run(run_former_process_lives, str(tmp_path))
-        assert hears.poll(30) and "but its former one" in hears.recv()
+        assert "but its former one" in early.hear()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 from waits import patience
 
 import megatron_ep as ep

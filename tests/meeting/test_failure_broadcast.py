@@ -6,19 +6,18 @@ carries nothing. So each rank waits in its first call until somebody gives up.
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import LinkedProcess
 from waits import within
 
 import megatron_ep as ep
@@ -28,7 +27,6 @@ from megatron_ep.buffer.rank_group import HOW_TO_GO_ON
 from megatron_ep.meeting import codec, failure_broadcast
 from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
 from megatron_ep.meeting.processes import process_fate
-from megatron_ep.tools.local_ranks import LocalRanks
 
 SAID = Failure(3, "timeout", "rank 3 timed out first", "rank 3, notify: waited")
 
@@ -89,36 +87,15 @@ def run_rank(rank: int, port: int, limit: float, role: str, link: Connection) ->
         os._exit(5)
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    """A store that outlives the ranks, as torchrun keeps one; and a server that ranks are forked from."""
-    with LocalRanks(1) as ranks:
-        ranks.run(os.getpid)
-        yield lambda: dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-
-
-class Rank:
-    def __init__(self, rank: int, port: int, limit: float, role: str):
-        context = multiprocessing.get_context("forkserver")
-        self.link, theirs = context.Pipe()
-        self.process = context.Process(target=run_rank, args=(rank, port, limit, role, theirs), daemon=True)
-        self.process.start()
-
-    def hear(self) -> object:
-        assert self.link.poll(90)
-        return self.link.recv()
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-
+class Rank(LinkedProcess):
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-        assert within(10, lambda: process_fate(self.process.pid) == "is stopped")
+        self.send_signal(signal.SIGSTOP)
+        assert within(10, lambda: process_fate(self.pid) == "is stopped")
 
 
-def start(launcher: Callable[[], dist.TCPStore], roles: list[str], limit: float = 60.0) -> list[Rank]:
-    store = launcher()
-    ranks = [Rank(rank, store.port, limit, role) for rank, role in enumerate(roles)]
+def start(roles: list[str], limit: float = 60.0) -> list[Rank]:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # it outlives ranks, as torchrun's
+    ranks = [Rank(run_rank, rank, store.port, limit, role) for rank, role in enumerate(roles)]
     assert [rank.hear() for rank in ranks] == ["ready"] * W
     ranks[0].store = store
     for rank in ranks:
@@ -132,8 +109,8 @@ def ends(ranks: list[Rank], of: tuple[int, ...]) -> list[tuple[float, str]]:
         return [ranks[rank].hear() for rank in of]
     finally:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
+            rank.kill()
+            rank.wait()
 
 
 def check(ended: list[tuple[float, str]], began: float, cause: str, limit: float = 20) -> None:
@@ -143,9 +120,9 @@ def check(ended: list[tuple[float, str]], began: float, cause: str, limit: float
     assert max(when for when, _ in ended) - began < limit, ended
 
 
-def test_a_rank_is_killed(launcher) -> None:
+def test_a_rank_is_killed() -> None:
     """Its machine's other rank notices, and all of the other machine hear of it, in a call or not."""
-    ranks = start(launcher, ["sleep 60", "call", "call", "ask"])
+    ranks = start(["sleep 60", "call", "call", "ask"])
     time.sleep(1.0)
     ranks[0].kill()
     killed = time.time()
@@ -153,9 +130,9 @@ def test_a_rank_is_killed(launcher) -> None:
     check(ends(ranks, (1, 2, 3)), killed, f"EPAbortError {cause}")
 
 
-def test_a_rank_fails(launcher) -> None:
+def test_a_rank_fails() -> None:
     began = time.time()
-    ranks = start(launcher, ["raise 0", "call", "ask", "call"])
+    ranks = start(["raise 0", "call", "ask", "call"])
     ended = ends(ranks, (0, 1, 2, 3))
     assert ended[0][1] == "MemoryError out of luck"
     cause = "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck"
@@ -163,17 +140,17 @@ def test_a_rank_fails(launcher) -> None:
     assert ended[0][0] > began
 
 
-def test_the_only_rank_of_a_machine_fails(launcher) -> None:
+def test_the_only_rank_of_a_machine_fails() -> None:
     """It ends at once; the other one there is stopped, and tells nobody."""
-    ranks = start(launcher, ["raise 1", "sleep 60", "call", "ask"])
+    ranks = start(["raise 1", "sleep 60", "call", "ask"])
     ranks[1].stop()
     ended = ends(ranks, (0, 2, 3))
     check(ended[1:], ended[0][0], "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck")
 
 
-def test_a_rank_is_stopped(launcher) -> None:
+def test_a_rank_is_stopped() -> None:
     """Rank 1 times out first; those of the other machine came later to the call, and do not wait for their limits."""
-    ranks = start(launcher, ["sleep 60", "call", "call 4", "ask"], limit=5)
+    ranks = start(["sleep 60", "call", "call 4", "ask"], limit=5)
     ranks[0].stop()
     ended = ends(ranks, (1, 2, 3))
     assert [said.partition(" ")[0] for _, said in ended] == ["EPTimeoutError", "EPAbortError", "EPAbortError"]

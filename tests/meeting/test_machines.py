@@ -9,7 +9,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from forks import Fork
+from rank_processes import Program
 
 import megatron_ep as ep
 from megatron_ep.fabrics import rank_info
@@ -45,7 +45,7 @@ def run_two(tmp_path: Path, *kinds: str) -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root makes namespaces")
     before = functools.partial(unshare, *kinds)
-    ranks = [Fork(["-c", RANK, tmp_path / "store", rank], before=before) for rank in range(2)]
+    ranks = [Program(["-c", RANK, tmp_path / "store", rank], before=before) for rank in range(2)]
     said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return [out for out, _ in said]

@@ -4,7 +4,7 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from repeats import at_night
+from nightly import at_night
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

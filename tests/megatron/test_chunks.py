@@ -14,11 +14,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
-from calls import Calls
-from configured import configured
 from counted_experts import CountedExperts, make_layer
 from delayed_experts import DelayedExperts
+from host_backends import Launches
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from shared_settings import configured
 
 import megatron_ep as ep
 from megatron_ep.megatron import chunks
@@ -132,7 +132,7 @@ def _order():
     assert not {"dispatch", "combine", "routed_experts_compute"} & {*vars(plain)}, "off: Megatron's own methods"
     x, probs, ids, grad = _given(plain.config, 8)
     found = []
-    with Calls() as calls:
+    with Launches() as calls:
         _routed(plain, x, probs, ids, grad)
     assert calls.counts == [1, 2, 2], "counts, dispatches and combines of both passes"
     of = {}  # the chunk of a handle
@@ -172,7 +172,7 @@ def _order():
         noted(combine, "C"),
         forward("token_dispatch", "D"),
         forward("token_combine", "C"),
-        Calls() as calls,
+        Launches() as calls,
     ):
         _routed(chunked, x, probs, ids, grad)
     assert found == ["D0", "E0", "D1", "E1", "C0", "C1", "C1", "C0", "E1", "D1", "E0", "D0"]
@@ -190,7 +190,7 @@ def _replays():
     results = []
     for layer in (plain, chunked):
         leaf = x.clone().requires_grad_()
-        with Calls() as calls:
+        with Launches() as calls:
             outputs = [layer(leaf)[0] for _ in range(2)]
             assert calls.counts == ([2, 2, 2] if layer is plain else [4, 8, 4])
             sum(output.square().sum() for output in outputs).backward()
@@ -216,7 +216,7 @@ def _copies():
         chunked.token_dispatcher.drop_and_pad = True
         chunked.token_dispatcher.moe_expert_capacity_factor = 8.0
         x, probs, ids, _ = given
-        with Calls() as calls:
+        with Launches() as calls:
             rows = chunked.dispatch(*chunked.token_dispatcher.dispatch_preprocess(x, ids, probs))
             output = chunked.combine(chunked.routed_experts_compute(*rows)[0])
         assert calls.counts[1:] == [1, 1]

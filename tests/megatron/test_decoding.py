@@ -7,15 +7,15 @@ import contextlib
 from unittest import mock
 
 import pytest
-from repeats import at_night
+from nightly import at_night
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
-from configured import configured
 from megatron.core.inference import utils
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from shared_settings import configured
 
 import megatron_ep as ep
 from megatron_ep.buffer.host import HostBackend

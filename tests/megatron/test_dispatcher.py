@@ -6,10 +6,10 @@ A test is a function that runs on all four ranks.
 import contextlib
 from unittest import mock
 
-import choices
 import pytest
-from ahead import ahead
-from repeats import a_third
+import router_accuracy
+from host_backends import AheadBackend, with_backend
+from nightly import a_third
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -154,7 +154,7 @@ SPARSE = {
 
 
 def fused_router_without_near_ties(*args, **options):
-    return choices.refuse_near_ties(fused_router(*args, **options))
+    return router_accuracy.refuse_near_ties(fused_router(*args, **options))
 
 
 @pytest.mark.parametrize(("tp", "ep_size", "options"), SPARSE.values(), ids=SPARSE)
@@ -323,7 +323,7 @@ def _layers_of_different_loads():
     join_layout(1, W)
     config = make_config()
     shared_buffers.close_buffers()
-    with ahead():
+    with with_backend(AheadBackend):
         layers = [make_dispatcher("ours", config) for _ in range(2)]
         for _ in range(3):
             for layer, tokens in zip(layers, (40, 600), strict=True):

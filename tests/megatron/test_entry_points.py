@@ -8,8 +8,8 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import forks
 import pytest
+import rank_processes
 import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -147,14 +147,14 @@ print(shared_buffers._config["timeout"], sys.argv[1:2])
 def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
     (tmp_path / "script.py").write_text(SHOWN)
     restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
-    done = forks.run_one(["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart])
+    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart])
     assert done.stdout.splitlines()[-1:] == ["22.5 ['--inprocess-restart']"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("options", [[], ["--ep-sequences"]])
 def test_pretrain_dispatches_attention_where_it_is_told_to(tmp_path, options):
     (tmp_path / "script.py").write_text("from megatron_ep.megatron import attention\nprint(attention.is_enabled())")
-    done = forks.run_one(["-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"])
+    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"])
     assert done.stdout.splitlines()[-1:] == [str(bool(options))], done.stderr[-2000:]
 
 
@@ -349,7 +349,7 @@ assert torch.cuda.memory_stats()["anything"] == 0
 
 
 def test_what_the_host_answers_for_a_script_is_listed():
-    done = forks.run_one(["-c", HOST_SCRIPT])
+    done = rank_processes.run_one(["-c", HOST_SCRIPT])
     assert done.returncode == 0, done.stderr[-2000:]
 
 

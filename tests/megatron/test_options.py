@@ -13,11 +13,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
-from configured import configured
 from counted_experts import CountedExperts, make_layer
 from dispatcher_steps import run_dispatcher
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
+from shared_settings import configured
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ep as ep

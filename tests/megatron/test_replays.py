@@ -7,13 +7,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
-from calls import Calls
-from configured import configured
 from counted_experts import make_layer
+from host_backends import Launches
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
+from shared_settings import configured
 
 import megatron_ep as ep
 from megatron_ep.megatron import shared_buffers
@@ -39,7 +39,7 @@ def _backward(layer, x, grad, between=lambda: None):
     """All forward passes come first. Outputs and gradients, and the calls of both."""
     leaves = [part.clone().requires_grad_() for part in x]
     layer.zero_grad()
-    with Calls() as calls:
+    with Launches() as calls:
         outputs = [layer(leaf)[0] if isinstance(layer, MoELayer) else layer(leaf, None) for leaf in leaves]
         between()
         for output, part in zip(outputs, grad, strict=True):

@@ -12,8 +12,8 @@ import types
 from pathlib import Path
 from unittest import mock
 
-import forks
 import pytest
+import rank_processes
 import torch
 import torch.distributed as dist
 from ports import free_port
@@ -163,7 +163,7 @@ def test_pretrain_completes_a_scripts_chain(tmp_path):
     (package / "__init__.py").write_text(WRAPPER)
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", "--inprocess-restart"]
-    done = forks.run_one(command, PYTHONPATH=str(tmp_path))
+    done = rank_processes.run_one(command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "['Theirs', 'AbortEP'] FinalizeEP"
 

@@ -1,7 +1,7 @@
 """Choices of Megatron's function and of the fused gate: the same, but where rounding decides; there both are right."""
 
-import choices
 import pytest
+import router_accuracy
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -29,18 +29,21 @@ def test_the_same_choice_but_for_near_ties(score, groups, kind):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator)
     if kind == "near ties":
-        logits = choices.near_tied_logits(generator, TOKENS, EXPERTS, **score, expert_bias=bias)
+        logits = router_accuracy.near_tied_logits(generator, TOKENS, EXPERTS, **score, expert_bias=bias)
     options = score | groups | dict(expert_bias=bias)
     ours = grouped_topk(logits, K, **options, dense=True)
     theirs_options = {"use_pre_softmax" if name == "pre_softmax" else name: value for name, value in options.items()}
     probs, routing_map = topk_routing_with_score_function(logits, K, **theirs_options)
 
-    scores = choices.exact_scores(logits, **score)
-    clear = choices.assert_right(routing_map, scores, K, **groups, expert_bias=bias)
-    choices.assert_right(ours.routing_map, scores, K, **groups, expert_bias=bias)
+    scores = router_accuracy.exact_scores(logits, **score)
+    clear = router_accuracy.assert_right(routing_map, scores, K, **groups, expert_bias=bias)
+    router_accuracy.assert_right(ours.routing_map, scores, K, **groups, expert_bias=bias)
     assert torch.equal(ours.routing_map[clear], routing_map[clear])
     same = (ours.routing_map == routing_map).all(dim=1)
     ids = ours.ids[same]
-    exact, ulps = choices.exact_weights(logits[same], ids, **score), choices.weight_bound(logits[same], ids, **score)
+    exact, ulps = (
+        router_accuracy.exact_weights(logits[same], ids, **score),
+        router_accuracy.weight_bound(logits[same], ids, **score),
+    )
     for weights in (ours.weights[same], probs[same].gather(1, ids)):
-        assert (choices.ulps_between(weights, exact) <= ulps).all()
+        assert (router_accuracy.ulps_between(weights, exact) <= ulps).all()

@@ -6,8 +6,8 @@ rounding decides a choice; what holds of choices in general has its own tests.
 
 import inspect
 
-import choices
 import pytest
+import router_accuracy
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -171,7 +171,7 @@ def make_routers(options, **of_ours):
     for router in routers:
         router.set_layer_number(1)
         if config.params_dtype == torch.float32:  # 16-bit logits tie anyway
-            choices.refuse_near_ties(router)
+            router_accuracy.refuse_near_ties(router)
     x = torch.randn(12, 3, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     return config, *routers, x
 

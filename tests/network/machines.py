@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forks import Fork
+    from rank_processes import Program
 
 NETWORK = "10.77.0"
 _numbers = itertools.count()
@@ -57,7 +57,7 @@ class Machines:
         self.count = count
         self._hostname = hostname
         self._prefix = f"ep{os.getpid()}n{next(_numbers)}"
-        self._running: list[tuple[int, subprocess.Popen[str] | Fork]] = []
+        self._running: list[tuple[int, subprocess.Popen[str] | Program]] = []
         _run("ip", "netns", "add", f"{self._prefix}sw")
         try:
             self._in_switch("ip", "link", "add", "bridge", "type", "bridge")
@@ -77,13 +77,13 @@ class Machines:
 
     def fork(
         self, machine: int, arguments: Sequence[object], environments: Sequence[Mapping[str, str]], **options: Any
-    ) -> Fork:
-        """Runs `python ARGUMENTS` there in each of these environments, as `start` does a command: see `Fork`."""
-        from forks import Fork  # which imports torch
+    ) -> Program:
+        """Runs `python ARGUMENTS` there in each of these environments, as `start` does a command: see `Program`."""
+        from rank_processes import Program  # which imports torch
 
         everywhere = os.environ | self._variables(machine)
         before = functools.partial(_enter, self.namespace(machine), self._set_up(machine), environments)
-        process = Fork(arguments, everywhere, before=before, **options)
+        process = Program(arguments, everywhere, before=before, **options)
         self._running.append((machine, process))
         return process
 

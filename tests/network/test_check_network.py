@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import cpp
-import forks
 import machines
 import pytest
+import rank_processes
 import torch.distributed as dist
 from cards import cards_with
 from waits import within
@@ -126,7 +126,7 @@ def test_rank_0_keeps_the_store_until_all_have_left(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(EXAMINED)
     for _ in range(2):
-        ends = forks.run_ranks([program], 4)
+        ends = rank_processes.run_ranks([program], 4)
         assert [status for status, _ in ends] == [0] * 4, ends
 
 

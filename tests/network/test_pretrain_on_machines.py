@@ -25,10 +25,10 @@ sys.path[:0] = [helpers, tree]
 from megatron_ep.megatron.stand_ins import host_script
 torch.set_num_threads(1)
 host_script.enable()
-import script_ranks
+import pretrain_gpt_runs
 from megatron_ep import pretrain
-record = script_ranks.recorded_steps()
-pretrain.main(["--ep-host", tree + "/pretrain_gpt.py", *script_ranks.TINY.split(), *flags])
+record = pretrain_gpt_runs.recorded_steps()
+pretrain.main(["--ep-host", tree + "/pretrain_gpt.py", *pretrain_gpt_runs.TINY.split(), *flags])
 torch.save(record, os.path.join(out, "rank" + os.environ["RANK"] + ".pt"))
 """
 

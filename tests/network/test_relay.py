@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 from forced_machines import machines_of
+from nightly import at_night
 from over_networks import W, inputs, layer
 from process_cases import SIZES, check_low_latency_cases
 from relay import Conditions, relayed
-from repeats import at_night
 from waits import patience
 
 import megatron_ep as ep

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
-from forks import RANK_ENVIRONMENT, Fork
 from over_networks import W, inputs
+from rank_processes import RANK_ENVIRONMENT, Program
 from waits import within
 
 import megatron_ep as ep
@@ -80,7 +80,7 @@ except ep.EPError as error:
 def test_nobody_waits_for_a_process_of_another_machine_that_has_ended(end, tmp_path):
     """Not by a signal: it says goodbye."""
     environment = os.environ | RANK_ENVIRONMENT | {choice.VARIABLE: "tcp"}
-    waits, ends = (Fork(["-c", ENDS, rank, tmp_path / "store", end], environment) for rank in range(2))
+    waits, ends = (Program(["-c", ENDS, rank, tmp_path / "store", end], environment) for rank in range(2))
     said, errors = waits.communicate(timeout=100)
     assert ("a bug of its own" in ends.communicate(timeout=60)[1]) == ("bug" in end)
     seconds, _, text = said.partition(" ")

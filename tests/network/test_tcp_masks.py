@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
-from repeats import at_night
+from nightly import at_night
 from waits import within
 
 import megatron_ep as ep

@@ -3,12 +3,12 @@
 import time
 
 import pytest
-import thread_ranks as ranks_as_threads
+import rank_threads as ranks_as_threads
 import torch
-from ahead import AheadBackend
+from host_backends import AheadBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 
 import megatron_ep as ep
 from megatron_ep import reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
@@ -40,7 +40,7 @@ class CountsExpected(HostBackend):
 
 @pytest.fixture(params=[HostBackend, CountsLater, CountsExpected])
 def backend(request, monkeypatch):
-    monkeypatch.setattr("thread_ranks.HostBackend", request.param)
+    monkeypatch.setattr("rank_threads.HostBackend", request.param)
 
 
 @pytest.fixture(params=["with plans", "without plans"])
@@ -58,7 +58,7 @@ def buffers_of(nodes, ranks_per_node):
 
 
 @pytest.fixture
-def buffer(closed_afterwards):  # noqa: F811
+def buffer(closed_afterwards):
     return buffers_of(1, 1)[0]
 
 

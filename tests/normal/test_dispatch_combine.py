@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, assert_all_equal, before, filled
-from repeats import a_third
+from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference

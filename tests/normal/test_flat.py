@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, assert_all_equal
-from repeats import a_third
+from nightly import a_third
 from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep

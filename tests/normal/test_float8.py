@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, assert_all_equal, need_sums
-from repeats import a_third
+from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep import float8, reference

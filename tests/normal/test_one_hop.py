@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case
+from nightly import a_third
 from process_cases import SIZES, Inputs, bits, check_cases, results
-from repeats import a_third
 
 import megatron_ep as ep
 

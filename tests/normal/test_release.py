@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from forks import RANK_ENVIRONMENT, Fork
+from rank_processes import RANK_ENVIRONMENT, Program
 from waits import within
 
 import megatron_ep as ep
@@ -262,15 +262,13 @@ def test_a_rank_that_dies(tmp_path, dies) -> None:
     here = Path(__file__).resolve()
     script = textwrap.dedent(RANK).format(tests=str(here.parent), helpers=str(here.parents[1] / "helpers"))
     environment = os.environ | RANK_ENVIRONMENT
-    processes = [Fork(["-c", script, rank, tmp_path / "store", dies, 20], environment) for rank in range(W)]
+    processes = [Program(["-c", script, rank, tmp_path / "store", dies, 20], environment) for rank in range(W)]
     try:
         for process in processes:
-            assert process.stdout.readline() == "ready\n"
+            assert process.read_line() == "ready\n"
         for process in processes:
             process.stdin.close()
-        says = [process.stdout.read() for process in processes]
-        for process in processes:
-            process.wait(60)
+        says = [process.communicate(60)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

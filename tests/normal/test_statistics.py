@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
+from rank_threads import run_together, thread_ranks
 from waits import come_last
 
 import megatron_ep as ep

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from repeats import at_night
+from nightly import at_night
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("versions", ROOT / "tests/packaging/versions.py")

@@ -3,7 +3,7 @@ tests/csrc/fuzz.cpp."""
 
 import pytest
 import torch
-from repeats import a_third
+from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep.errors import describe

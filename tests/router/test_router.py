@@ -10,10 +10,10 @@ import random
 import subprocess
 import sys
 
-import left_out
 import pytest
+import skips
 import torch
-from repeats import a_third
+from nightly import a_third
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ep.router.api import Routing, grouped_topk
@@ -397,7 +397,7 @@ def test_replay_repeats_a_choice_with_other_logits(device):
     assert_close("weights", replayed.weights, specified_weights(second, recorded, "sigmoid", False, None, None))
 
 
-@pytest.mark.needs(left_out.no_gpu())
+@pytest.mark.needs(skips.no_gpu())
 def test_replayed_ids_that_are_none_are_no_number_on_a_gpu():
     """Where no host looks at them."""
     ids = torch.tensor([[0, 1], [7, 8], [-2, 3]], device="cuda")

@@ -1,7 +1,7 @@
 """How far rounding may take `grouped_topk` from its formulas: choices against exact ones, weights in ulps."""
 
-import choices
 import pytest
+import router_accuracy
 import torch
 
 from megatron_ep.router.api import grouped_topk
@@ -24,7 +24,7 @@ TOKENS, EXPERTS, K = 2000, 128, 8
 def make_logits(kind, score, bias):
     generator = torch.Generator().manual_seed(0)
     if kind == "near ties":
-        return choices.near_tied_logits(generator, TOKENS, EXPERTS, **score, expert_bias=bias)
+        return router_accuracy.near_tied_logits(generator, TOKENS, EXPERTS, **score, expert_bias=bias)
     return torch.randn(TOKENS, EXPERTS, generator=generator)
 
 
@@ -36,8 +36,8 @@ def test_rounding_decides_near_ties_alone(device, score, groups, kind):
     logits = make_logits(kind, score, bias)
     biased = None if bias is None else bias.to(device)
     routing = grouped_topk(logits.to(device), K, **groups, **score, expert_bias=biased, dense=True)
-    scores = choices.exact_scores(logits, **score)
-    clear = choices.assert_right(routing.routing_map.cpu(), scores, K, **groups, expert_bias=bias)
+    scores = router_accuracy.exact_scores(logits, **score)
+    clear = router_accuracy.assert_right(routing.routing_map.cpu(), scores, K, **groups, expert_bias=bias)
     if kind == "random":
         assert clear.float().mean() > 0.99
     else:
@@ -49,5 +49,5 @@ def test_weights_in_ulps(device, score):
     logits = 4 * torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
     routing = grouped_topk(logits.to(device), K, **score, scaling_factor=2.5)
     ids, weights = routing.ids.cpu(), routing.weights.cpu()
-    exact = choices.exact_weights(logits, ids, **score) * 2.5
-    assert (choices.ulps_between(weights, exact) <= choices.weight_bound(logits, ids, **score)).all()
+    exact = router_accuracy.exact_weights(logits, ids, **score) * 2.5
+    assert (router_accuracy.ulps_between(weights, exact) <= router_accuracy.weight_bound(logits, ids, **score)).all()

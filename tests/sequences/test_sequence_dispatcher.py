@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from repeats import a_third
+from nightly import a_third
 from sequence_cases import Case, assert_equal, check, many_copies, random_plan
 
 import megatron_ep as ep

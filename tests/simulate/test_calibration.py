@@ -6,7 +6,7 @@ from pathlib import Path
 
 import calibrate
 import pytest
-from repeats import at_night
+from nightly import at_night
 
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from layouts import ADAM, ALL, MODEL, Layout
+from pretrain_gpt_runs import STALLED, Scripts
+from pretrain_layouts import ADAM, ALL, MODEL, Layout
 from public_flags import PUBLIC
-from script_ranks import STALLED, Scripts
 
 from megatron_ep.megatron import flags
 from megatron_ep.tools.balance import trace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import megatron_trees
 import pytest
-from repeats import at_night
+from nightly import at_night
 
 pytest.importorskip("pydantic")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import training_runs
-from repeats import at_night
+from nightly import at_night
 
 pytest.importorskip("megatron.core")
 

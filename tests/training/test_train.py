@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import forks
 import numpy as np
 import pytest
+import rank_processes
 import torch
 
 pytest.importorskip("megatron.core")
@@ -138,7 +138,7 @@ assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_host_runtime_lists_what_it_replaces():
-    done = forks.run_one(["-c", HOST_RUNTIME])
+    done = rank_processes.run_one(["-c", HOST_RUNTIME])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -171,7 +171,7 @@ with modules[3]._coalescing_manager(None, async_ops=False):
 
 
 def test_gpu_runtime_lists_what_it_replaces():
-    done = forks.run_one(["-c", GPU_RUNTIME])
+    done = rank_processes.run_one(["-c", GPU_RUNTIME])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -180,5 +180,5 @@ def test_importing_the_package_replaces_nothing():
         "import torch, megatron_ep.megatron.stand_ins.host_runtime, megatron_ep.training.loop\n"
         "assert torch.cuda.current_device.__module__ == 'torch.cuda' and torch.ones(1).type() == 'torch.FloatTensor'"
     )
-    done = forks.run_one(["-c", code])
+    done = rank_processes.run_one(["-c", code])
     assert done.returncode == 0, done.stderr

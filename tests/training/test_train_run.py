@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import forks
 import pytest
+import rank_processes
 import shared_memory
 import training_runs
 from ports import free_port
@@ -178,7 +178,9 @@ def test_slurm_tasks_find_each_other(trained, tmp_path):
     command = ["-m", "megatron_ep.cli.main", "train", TINY, "--out", tmp_path]
     command += ["--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2", *SOON]
     environment = training_runs.clean_environment(**variables)
-    tasks = forks.run(command, [environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)])
+    tasks = rank_processes.run(
+        command, [environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    )
     texts = [text for _, text in tasks]
     assert [status for status, _ in tasks] == [0, 0], texts
     # 2 ranks with 4 microbatches each see the batches that 4 ranks with one do; only the experts start differently.

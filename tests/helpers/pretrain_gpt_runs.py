@@ -1,21 +1,23 @@
 """Runs of Megatron-LM's pretrain_gpt.py on the host, many of them from one process that has imported everything once.
 
-As a program: `python script_ranks.py TREE` reads a job a line (JSON, see `Scripts.run`), forks its ranks, and answers
-with a line that is empty or says what went wrong.
+`python pretrain_gpt_runs.py TREE` reads a job a line (JSON, see `Scripts.run`), forks its ranks, which are
+`python pretrain_gpt_runs.py TREE JOB`, and answers with "done" or what went wrong.
 """
 
 import contextlib
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import rank_processes
 import torch
 import torch.distributed.checkpoint
-from ports import free_port
+from rank_processes import Program
+from waits import within
 
 PACKED = "--packed-mock-data"  # ours, not the script's: see packed_sequences.py
 HYBRID = "--hybrid-override-pattern"
@@ -43,20 +45,14 @@ class Scripts:
     def __init__(self, tree, out):
         self._out = out
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(tree)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
+        self._server = Program([__file__, tree], environment | {"OMP_NUM_THREADS": "1"})
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._process.kill()  # between jobs it holds nothing
-        self._process.wait()
+        self._server.kill()  # between jobs it holds nothing
+        self._server.wait()
 
     def run(self, name, world, *flags, ep_flags=()):
         """Trains and returns what each rank recorded.
@@ -73,8 +69,8 @@ class Scripts:
             "flags": TINY.split() + flags,
             "ep_flags": None if ep_flags is None else list(ep_flags),
         }
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline().rstrip("\n")
+        print(json.dumps(job), file=self._server.stdin, flush=True)
+        answer = self._server.read_line(2 * LIMIT).rstrip("\n")
         if answer != "done":
             raise AssertionError(f"{name}: {answer or 'the process died'}\n{tail(out)}")
         return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
@@ -107,79 +103,43 @@ def serve(tree):
     context_attention.install()
 
     for line in sys.stdin:
-        print(_run(Path(tree, "pretrain_gpt.py"), json.loads(line)), file=answers, flush=True)
+        print(_run(tree, line), file=answers, flush=True)
 
 
-def _run(script, job):
-    port = free_port()
-    children = {}
-    for rank in range(job["world"]):
-        pid = os.fork()
-        if pid == 0:
-            _become_rank(script, job, rank, port)
-        children[pid] = rank
-    groups = list(children)
-    deadline = time.monotonic() + LIMIT
-    outcome = "done"
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.01)
-            if time.monotonic() < deadline:
-                continue
-            outcome = f"ranks {sorted(children.values())} were not done after {LIMIT} s"
-        else:
-            rank = children.pop(pid)
-            if status == 0:
-                continue
-            if outcome == "done":
-                outcome = f"rank {rank} failed"
-        for other in children:
-            os.kill(other, signal.SIGKILL)
-    for group in groups:  # the processes that help a rank to write checkpoints outlive it
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-    return outcome
+def _run(tree, line):
+    job = json.loads(line)
+    ranks = [
+        Program(
+            [__file__, tree, line],
+            os.environ | place,
+            log=Path(job["out"], f"rank{rank}.log"),
+            before=os.setpgrp,
+            from_here=True,
+        )
+        for rank, place in enumerate(rank_processes.job(job["world"]))
+    ]
+    within(LIMIT, lambda: any(rank.returncode for rank in ranks) or all(rank.returncode == 0 for rank in ranks))
+    statuses = [rank.returncode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        with contextlib.suppress(ProcessLookupError):  # the processes that help it to write checkpoints outlive it
+            os.killpg(rank.pid, signal.SIGKILL)
+    return "done" if not any(statuses) and None not in statuses else f"exit statuses of ranks: {statuses}"
 
 
-def _become_rank(script, job, rank, port):
-    code = 1
-    os.setpgid(0, 0)
-    try:
-        out = Path(job["out"])
-        log = os.open(out / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job["world"]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        _prepare(job["flags"])
-        record = recorded_steps()
-        if job["ep_flags"] is None:
-            import runpy
+def train(tree, line):
+    """One rank of a job."""
+    job, script = json.loads(line), Path(tree, "pretrain_gpt.py")
+    _prepare(job["flags"])
+    record = recorded_steps()
+    if job["ep_flags"] is None:
+        sys.argv = [str(script), *job["flags"]]
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        from megatron_ep import pretrain
 
-            sys.argv = [str(script), *job["flags"]]
-            runpy.run_path(str(script), run_name="__main__")
-        else:
-            from megatron_ep import pretrain
-
-            pretrain.main(["--ep-host", *job["ep_flags"], str(script), *job["flags"]])
-        torch.save(record, out / f"rank{rank}.pt")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        pretrain.main(["--ep-host", *job["ep_flags"], str(script), *job["flags"]])
+    torch.save(record, Path(job["out"], f"rank{os.environ['RANK']}.pt"))
 
 
 def _prepare(flags):
@@ -212,11 +172,11 @@ def _prepare(flags):
 
 def _stall(number):
     """The host's backend tells of a failure as late as a GPU."""
-    from late import late
+    from host_backends import LateBackend, with_backend
 
     from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 
-    late().start()
+    with_backend(LateBackend).start()
     combine, calls = EPTokenDispatcher.token_combine, []
 
     def stalled(*args):
@@ -262,4 +222,4 @@ def recorded_steps():
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1]) if len(sys.argv) == 2 else train(*sys.argv[1:])

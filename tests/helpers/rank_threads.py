@@ -3,8 +3,6 @@
 import concurrent.futures
 import contextlib
 
-import pytest
-
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.buffer.host import HostBackend
@@ -39,10 +37,8 @@ def thread_ranks(nodes, ranks_per_node, config):
     return ranks
 
 
-@pytest.fixture
-def closed_afterwards():
+def close_all():
     """Failures that a test leaves behind are told to no other one: `raise_if_failed` looks at all buffers alive."""
-    yield
     while _made:
         with contextlib.suppress(ep.EPError):
             _made.pop().close()

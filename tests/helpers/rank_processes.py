@@ -1,5 +1,5 @@
-"""Python programs as processes forked from the server of `LocalRanks`, which has imported torch and Megatron: to import
-them takes seconds."""
+"""Ranks as processes, for tests of how they start and end: functions and Python programs, forked from the server of
+`LocalRanks`, which has imported torch and Megatron: to import them takes seconds. `LocalRanks` keeps ranks up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import fcntl
 import multiprocessing
 import os
 import runpy
+import select
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -23,48 +25,24 @@ from ports import free_port
 
 from megatron_ep.tools.local_ranks import LocalRanks, _start_fork_server
 
-LIMIT = 200.0  # seconds for one program of `run`
+LIMIT = 200.0  # seconds for a program
 PIPE_BYTES = 1 << 20  # what a program may print before somebody reads it
 RANK_ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-_context = LocalRanks(1)._context
+_server = LocalRanks(1)._context
 
 
-class Fork:
-    """A running program, with what `subprocess.Popen` has of it.
+class Process:
+    """A process that calls function(*arguments), with what `subprocess.Popen` has of it. It ends with this process.
 
-    Args:
-        arguments: what follows `python`: a file, "-m" and a module, or "-c" and a text.
-        environment: all of it; None: that of this process.
-        log: a file to which it prints; None: it prints to the pipes `stdout` and `stderr`.
-        cwd: where it runs; None: here.
-        before: called in the new process before anything else.
+    from_here: forked from this process, not from the server.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[Any],
-        environment: Mapping[str, str] | None = None,
-        *,
-        log: Path | None = None,
-        cwd: Path | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        self.args = list(map(str, arguments))
-        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
-        self.stdin = os.fdopen(os.dup(pipes[0][1].fileno()), "w")
-        self.stdout, self.stderr = (os.fdopen(os.dup(pipe[0].fileno())) for pipe in pipes[1:])
-        for _, end in pipes:
-            fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        if log is not None:
-            log.touch()  # for those who read it before the program runs
-        ends = (pipes[0][0], pipes[1][1], pipes[2][1])
-        program = (self.args, dict(os.environ if environment is None else environment), cwd or Path.cwd(), before)
-        self._process = _context.Process(target=_become, args=(*program, ends, log), daemon=True)
-        _start_fork_server()
+    def __init__(self, function: Callable[..., None], *arguments: Any, from_here: bool = False) -> None:
+        if not from_here:
+            _start_fork_server()
+        context = multiprocessing.get_context("fork") if from_here else _server
+        self._process = context.Process(target=function, args=arguments, daemon=True)
         self._process.start()
-        for pipe in pipes:
-            for end in pipe:
-                end.close()
 
     @property
     def pid(self) -> int:
@@ -78,16 +56,11 @@ class Fork:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = LIMIT) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
         return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        self.stdin.close()
-        self.wait(timeout)
-        return self.stdout.read(), self.stderr.read()
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -95,6 +68,81 @@ class Fork:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+class LinkedProcess(Process):
+    """Calls function(*arguments, link), and hears what is sent over that link. A context manager, which kills it."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.link, theirs = multiprocessing.Pipe()
+        super().__init__(function, *arguments, theirs)
+        theirs.close()
+
+    def hear(self, timeout: float = 90.0) -> Any:
+        assert self.link.poll(timeout), f"nothing is heard of process {self.pid}"
+        return self.link.recv()
+
+    def __enter__(self) -> LinkedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Program(Process):
+    """A Python program.
+
+    Args:
+        arguments: what follows `python`: a file, "-m" and a module, or "-c" and a text.
+        environment: all of it; None: that of this process.
+        log: a file to which it prints; None: it prints to the pipes `stdout` and `stderr`.
+        cwd: where it runs; None: here.
+        before: called in the new process before anything else.
+        from_here: see `Process`.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Any],
+        environment: Mapping[str, str] | None = None,
+        *,
+        log: Path | None = None,
+        cwd: Path | None = None,
+        before: Callable[[], None] | None = None,
+        from_here: bool = False,
+    ) -> None:
+        self.args = list(map(str, arguments))
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+        self.stdin = os.fdopen(os.dup(pipes[0][1].fileno()), "w")
+        self.stdout, self.stderr = (os.fdopen(os.dup(pipe[0].fileno())) for pipe in pipes[1:])
+        for _, end in pipes:
+            fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        if log is not None:
+            log.touch()  # for those who read it before the program runs
+        ends = (pipes[0][0], pipes[1][1], pipes[2][1])
+        environment = dict(os.environ if environment is None else environment)
+        super().__init__(_become, self.args, environment, cwd or Path.cwd(), before, ends, log, from_here=from_here)
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
+
+    def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
+        self.stdin.close()
+        self.wait(timeout)
+        return self.stdout.read(), self.stderr.read()
+
+    def read_line(self, timeout: float = LIMIT) -> str:
+        """The next line that it prints; "" if it has ended. Call it before anything else reads `stdout`."""
+        deadline = time.monotonic() + timeout
+        line = b""
+        while not line.endswith(b"\n"):
+            ready = select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+            assert ready, f"{self.args} printed no line within {timeout} s, but {line!r}"
+            byte = os.read(self.stdout.fileno(), 1)
+            if not byte:
+                break
+            line += byte
+        return line.decode()
 
 
 def run(
@@ -105,7 +153,7 @@ def run(
     Returns:
         (exit status, what it printed to stdout and then what to stderr) of each.
     """
-    processes = [Fork(arguments, {"CUDA_VISIBLE_DEVICES": "", **environment}) for environment in environments]
+    processes = [Program(arguments, {"CUDA_VISIBLE_DEVICES": "", **environment}) for environment in environments]
     try:
         texts = ["".join(process.communicate(limit)) for process in processes]
     finally:
@@ -115,19 +163,25 @@ def run(
 
 
 def run_one(arguments: Sequence[Any], cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program, with these environment variables in addition, for LIMIT seconds at most."""
-    process = Fork(arguments, os.environ | variables, cwd=cwd)
+    """Runs a program, with these environment variables in addition."""
+    process = Program(arguments, os.environ | variables, cwd=cwd)
     try:
-        return subprocess.CompletedProcess(process.args, process.wait(LIMIT), *process.communicate())
+        return subprocess.CompletedProcess(process.args, process.wait(), *process.communicate())
     finally:
         process.kill()
 
 
+def job(world: int, per_machine: int | None = None, **variables: str) -> list[dict[str, str]]:
+    """What torchrun adds to the environment of each rank."""
+    size = per_machine or world
+    everywhere = RANK_ENVIRONMENT | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(size)}
+    everywhere |= {"MASTER_PORT": str(free_port())} | variables
+    return [everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank % size)} for rank in range(world)]
+
+
 def run_ranks(arguments: Sequence[Any], world: int, **variables: str) -> list[tuple[int, str]]:
-    """The same for ranks that know of each other as from torchrun."""
-    places = RANK_ENVIRONMENT | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    everywhere = os.environ | places | {"MASTER_PORT": str(free_port())} | variables
-    return run(arguments, [everywhere | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(world)])
+    """`run` for the ranks of a job, with these environment variables in addition."""
+    return run(arguments, [os.environ | environment for environment in job(world, **variables)])
 
 
 def _run_program(arguments: list[str]) -> None:
@@ -157,6 +211,7 @@ def _become(
         for number, end in enumerate(ends):
             os.dup2(end.fileno(), number)
             end.close()
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has given it an empty one
         if log is not None:
             file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(file, 1)
