@@ -1,5 +1,6 @@
 # What .ci/run and .ci/nightly have in common; to be sourced in the project's root.
-export PIP_NO_COMPILE=1 # only what is imported gets compiled, when it is
+export PIP_NO_COMPILE=1 # only what is imported gets compiled, when it is, and once: torch and Megatron take ten seconds
+unset PYTHONDONTWRITEBYTECODE
 failures=()
 
 # step SECONDS COMMAND...: the limit ends what hangs
