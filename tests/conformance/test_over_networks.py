@@ -40,8 +40,9 @@ def buffer_of(timeout: float) -> ep.Buffer:
         at_night("ibgda", 2, 2),
     ],
 )
-def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, per_node):
-    over(fabric, run_cases, fabric, per_machine, per_node)
+@pytest.mark.parametrize("seeds", [range(2), at_night(range(2, 4))], ids=["two", "two more"])
+def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, per_node, seeds):
+    over(fabric, run_cases, fabric, per_machine, per_node, seeds)
 
 
 def run_aborted() -> str:

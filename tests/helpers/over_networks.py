@@ -50,7 +50,7 @@ def layer(buffer, x, ids, weights):
     return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
 
 
-def run_cases(fabric: str, per_machine: int, per_node: int, seeds: range = range(4)) -> None:
+def run_cases(fabric: str, per_machine: int, per_node: int, seeds: range) -> None:
     """Random cases of both modes, and of few tokens, have the bits of ranks of one process; no fabric: on one
     machine."""
     both = SIZES["two_channels"]
