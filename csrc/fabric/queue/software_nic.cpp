@@ -475,7 +475,7 @@ std::vector<int> SoftwareNic::ranks_that_left() const {
 }
 
 void SoftwareNic::tell_now() {
-    const auto deadline = Clock::now() + std::chrono::milliseconds(100);
+    const auto deadline = Clock::now() + std::chrono::seconds(1);
     const auto is_told = [&] {
         const std::lock_guard lock(ports_mutex_);
         if (abort_word_of(own()) != last_abort_) return false;  // the mirrors do not have it yet
