@@ -8,6 +8,7 @@
 #include "bindings/module.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
+#include "fabric/cuda/probe.h"
 #include "launch/cuda/quantize.h"
 
 namespace py = pybind11;
@@ -28,6 +29,13 @@ std::vector<char*> data_of(const std::vector<DeviceMemory*>& memories,
     std::vector<char*> heaps;
     for (const int rank : ranks) heaps.push_back(memories[rank]->data());
     return heaps;
+}
+
+MemoryKind kind_named(const std::string& name) {
+    if (name == "ipc") return MemoryKind::Ipc;
+    if (name == "descriptor") return MemoryKind::Descriptor;
+    if (name == "fabric") return MemoryKind::Fabric;
+    throw std::invalid_argument("kind is " + name + ", must be ipc, descriptor or fabric");
 }
 
 std::unique_ptr<RankLauncher> p2p_launcher(const Heap& heap, const std::vector<int>& ranks,
@@ -58,18 +66,25 @@ void bind_cuda(py::module_& m) {
     bind_run_deferred(m);
     py::class_<DeviceMemory>(m, "DeviceMemory",
                              "Memory of a GPU that holds the symmetric heap of one rank.")
-        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"),
-                    py::arg("group") = "",
-                    "group: names the processes that may map it, and those that may reuse it.")
+        .def_static(
+            "create",
+            [](int device, size_t bytes, const std::string& group, const std::string& kind) {
+                return DeviceMemory::create(device, bytes, group, kind_named(kind));
+            },
+            py::arg("device"), py::arg("bytes"), py::arg("group") = "", py::arg("kind") = "ipc",
+            "Returns zeroed memory. group: names the processes that may map it, and those that may "
+            "reuse it. kind: how they map it: ipc, descriptor or fabric.")
         .def_static(
             "open",
-            [](int device, const py::bytes& handle, size_t bytes) {
-                return DeviceMemory::open(device, handle, bytes);
+            [](int device, const py::bytes& handle, size_t bytes, const std::string& kind) {
+                return DeviceMemory::open(device, handle, bytes, kind_named(kind));
             },
-            py::arg("device"), py::arg("handle"), py::arg("bytes"))
+            py::arg("device"), py::arg("handle"), py::arg("bytes"), py::arg("kind") = "ipc",
+            "Maps the memory of another process.")
         .def(
             "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
-            "Returns what `open` needs in another process of the machine.")
+            "Returns what `open` needs in another process. Of kind descriptor: the bytes of an "
+            "int, a new descriptor, which the caller closes.")
         .def("clear", &DeviceMemory::clear, py::call_guard<py::gil_scoped_release>())
         .def(
             "replace",
@@ -79,6 +94,10 @@ void bind_cuda(py::module_& m) {
              "Frees own memory, which nobody may map any more, or unmaps another process's.")
         .def("release_left", &DeviceMemory::release_left, py::call_guard<py::gil_scoped_release>(),
              "Frees what closed heaps of its group have left on its GPU, which nobody may map.")
+        .def("add_one", &add_one, py::call_guard<py::gil_scoped_release>(),
+             "Adds one to the first 8 bytes by a system-wide atomic of a kernel.")
+        .def("first_word", &first_word, py::call_guard<py::gil_scoped_release>(),
+             "Returns the first 8 bytes as an integer.")
         .def_property_readonly("is_released", &DeviceMemory::is_released)
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
 from megatron_ep.diagnosis import blame
 from megatron_ep.errors import EPAbortError, EPError
-from megatron_ep.fabrics import atomics, choice, gpu, tcp, verbs
+from megatron_ep.fabrics import atomics, choice, gpu, peer_memory, tcp, verbs
 from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines
 from megatron_ep.meeting.codec import Plain
@@ -81,7 +82,10 @@ class DistributedRankGroup(RankGroup):
         """Makes the backend on this rank's GPU. Returns the fabric, which is chosen if it is None."""
         self.heap = sizes.gpu_heap(self.topology, self.config, sms)
         wanted, gpus = [info.fabric for info in self._infos], [info.gpu for info in self._infos]
-        fabric = fabric or choice.choose(self._machines, wanted, self._rendezvous.gather)
+        domains = {info.domain for info in self._infos}
+        lacks = functools.partial(peer_memory.lacks, self._rendezvous, self.device, self._memory_kind)
+        lacks_memory = lacks if len(domains) == 1 and None not in domains else None
+        fabric = fabric or choice.choose(self._machines, wanted, self._rendezvous.gather, lacks_memory)
         connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
         self._network = connection.network
         self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
@@ -112,6 +116,15 @@ class DistributedRankGroup(RankGroup):
     @property
     def spans_machines(self) -> bool:
         return self._network is not None
+
+    @property
+    def _memory_kind(self) -> str:
+        return peer_memory.kind_for(self._machines, self._infos[0].memory)
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether all ranks are on this machine, without a network: then `take_back` can map those in new processes."""
+        return self._network is None and len(self._neighbours) == self.topology.world_size
 
     def _broadcast(self) -> FailureBroadcast | None:
         """Returns what carries failures between ranks; None if all ranks share memory, or the store is unavailable."""
@@ -271,17 +284,24 @@ class DistributedRankGroup(RankGroup):
     def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
         own = memories[self.rank]
 
-        def step() -> tuple[None, Any]:
+        def checked() -> Any:
             check()
-            return None, own.address() if isinstance(own, _C.Segment) else own.handle()
+            return own
 
-        _, addresses = self._rendezvous.exchange(step, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
+        handles: contextlib.AbstractContextManager[tuple[Any, Any]]
+        if isinstance(own, _C.Segment):
+            handles = contextlib.nullcontext(
+                self._rendezvous.exchange(lambda: (own, checked().address()), kind=ADDRESS)
+            )
+        else:
+            handles = peer_memory.exchanged(self._rendezvous, checked, ranks, self._memory_kind)
+        with handles as (_, of_rank):
 
-        def replace() -> None:
-            for rank in ranks:
-                memories[rank].replace(addresses[rank])
+            def replace() -> None:
+                for rank in ranks:
+                    memories[rank].replace(of_rank[rank])
 
-        self._rendezvous.agree(replace)
+            self._rendezvous.agree(replace)
 
     def _fate_of(self, rank: int) -> str | None:
         if rank in self._neighbours:
@@ -319,6 +339,8 @@ class DistributedRankGroup(RankGroup):
         return introduce(self.config, topology, self.device)
 
     def keeps_lines(self) -> bool:
+        if self.fabric == "p2p" and not self.can_take_back:
+            return True  # within an NVLink domain, whose atomics were tried when the fabric was chosen
         gpus = [info.gpu for info in self._infos]
         return all(self._rendezvous.gather(atomics.are_native(gpus[self.rank], gpus)))
 

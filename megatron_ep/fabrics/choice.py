@@ -1,13 +1,13 @@
 """Chooses the fabric between the ranks of a buffer, and loads the library that it needs.
 
-p2p connects the processes of one machine, which map each other's memory through CUDA IPC; puts between several nodes of
-that machine are copies. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided puts and
-signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
+p2p connects processes that map each other's memory (`peer_memory.py`), of one machine or of one NVLink domain; puts
+between several nodes are copies then. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided
+puts and signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
 (`failure_broadcast.py`). NVSHMEM connects only one group of ranks in the life of a process. With ibgda, GPUs post to an
 NVIDIA network card themselves (`verbs.py`). With verbs and tcp, a thread of the host sends for the GPUs (`proxied.py`)
 through a network card (`verbs.py`) or over TCP, which needs neither a library nor a card. MEGATRON_EP_FABRIC, equal on
-all ranks, forces a fabric. Otherwise ranks on one machine use p2p, and ranks on several machines use the first of
-nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
+all ranks, forces a fabric. Otherwise ranks on one machine or in one domain use p2p, and ranks on several machines use
+the first of nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
 
 Ranks on the host share memory within a machine, and use the first of ibgda, verbs and tcp between machines.
 """
@@ -46,11 +46,18 @@ class Choice:
     reason: str
 
 
-def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
-    """Returns the fabric for ranks on GPUs. Collective if a network may be needed.
+def choose(
+    hosts: Sequence[str],
+    wanted: Sequence[str | None],
+    gather: Callable[[Any], list[Any]],
+    lacks_memory: Callable[[], str] | None = None,
+) -> Choice:
+    """Returns the fabric for ranks on GPUs. Collective if they are not all on one machine.
 
     hosts, wanted: machine and MEGATRON_EP_FABRIC of each rank; None: unset.
     gather: all-gathers an object.
+    lacks_memory: if all ranks are in one NVLink domain: returns why they cannot map each other's memory, or "".
+        Collective.
 
     Raises on all ranks alike ValueError for an unknown fabric, EPError if the forced fabric cannot be used or differs.
     """
@@ -59,6 +66,12 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
     reason = f"{VARIABLE} says so" if forced else f"{len(machines)} machines" if len(machines) > 1 else "one machine"
     if len(machines) == 1 and forced in (None, "p2p"):
         return Choice("p2p", reason)
+    if lacks_memory is not None and forced in (None, "p2p"):
+        if not (lacking := lacks_memory()):
+            return Choice("p2p", f"{reason} of one NVLink domain")
+        if forced:
+            raise EPError(f"{VARIABLE}=p2p: {lacking}")
+        reason = f"{reason} of one NVLink domain, but {lacking}"
     if forced == "p2p":
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
@@ -201,12 +214,14 @@ def _dotted(version: Sequence[int]) -> str:
 def report() -> dict[str, str]:
     """Returns what each fabric lacks on this machine, for `megatron-ep env`."""
     from megatron_ep import _C
-    from megatron_ep.fabrics import atomics, gpu
+    from megatron_ep.fabrics import atomics, gpu, peer_memory
 
     facts = {"p2p": "not built: there was no nvcc"}
     if hasattr(_C, "cuda_group"):
         foreign = cuda_version.mismatch(_C.build_info()["cuda"])
         facts["p2p"] = foreign or "; ".join(filter(None, ("built", atomics.report())))
+        if not foreign and torch.cuda.is_available():
+            facts["memory that other processes can map"] = peer_memory.report()
     for name, load in NETWORKS.items():
         try:
             load()

@@ -17,6 +17,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.config import Config
+from megatron_ep.fabrics import peer_memory
 from megatron_ep.fabrics.rank_info import RankInfo, machines
 from megatron_ep.fabrics.tcp import Network
 from megatron_ep.meeting.rendezvous import StoreRendezvous
@@ -50,6 +51,11 @@ class GpuRank:
     def gpus(self) -> list[str | None]:
         """The UUID of each rank's GPU."""
         return [info.gpu for info in self.infos]
+
+    @property
+    def memory(self) -> str:
+        """How ranks that p2p connects map each other's memory."""
+        return peer_memory.kind_for(self.machines, self.infos[0].memory)
 
     @property
     def processes(self) -> str:

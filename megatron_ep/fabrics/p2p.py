@@ -1,4 +1,5 @@
-"""The p2p fabric: GPUs of one machine that map each other's memory through CUDA IPC, or one GPU shared by all ranks."""
+"""The p2p fabric: GPUs of one machine, or of one NVLink domain, that map each other's memory, or one GPU shared by all
+ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from megatron_ep.fabrics.peer_memory import peer_memories
 
 
 def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None]) -> Connection:
-    memories = peer_memories(rank.rendezvous, begin, rank.device, heap.bytes, rank.processes)
+    memories = peer_memories(rank.rendezvous, begin, rank.device, heap.bytes, rank.processes, kind=rank.memory)
     return rank.rendezvous.agree(lambda: over(memories, [rank.rank], heap, rank.device, rank.blocks, rank.config))
 
 
 def low_latency(rank: GpuRank, heap: _C.LowLatencyHeap, connection: Connection) -> LowLatencyConnection:
-    memories = peer_memories(rank.rendezvous, gpu.prepare_to_allocate, rank.device, heap.bytes, rank.processes)
+    memories = peer_memories(
+        rank.rendezvous, gpu.prepare_to_allocate, rank.device, heap.bytes, rank.processes, kind=rank.memory
+    )
     return _low_latency(memories, heap, rank.blocks, connection)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ep.config import Config, Topology
-from megatron_ep.fabrics import choice, gpu, near_cards
+from megatron_ep.fabrics import choice, gpu, near_cards, peer_memory
 from megatron_ep.meeting import nodes, processes
 from megatron_ep.meeting.codec import Plain
 
@@ -35,6 +35,7 @@ class RankInfo:
     near_cards: list[str] | None  # on the host: cards of the NUMA node that the process is bound to
     fabric: str | None  # value of MEGATRON_EP_FABRIC
     ranks_per_node: str | None  # value of MEGATRON_EP_RANKS_PER_NODE
+    memory: str | None = None  # value of MEGATRON_EP_PEER_MEMORY
 
     def shared(self) -> dict[str, Any]:
         """Returns what must be equal on all ranks, by the name that the user knows."""
@@ -44,6 +45,7 @@ class RankInfo:
             "topology": self.topology,
             "num_sms (by the GPU's SMs; Config.num_sms sets it)": self.num_sms,
             f"environment variable {nodes.VARIABLE}": self.ranks_per_node,
+            f"environment variable {peer_memory.VARIABLE}": self.memory,
         }
 
 
@@ -68,6 +70,7 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         near_cards=None if device.type == "cuda" else near_cards.of_process(),
         fabric=os.environ.get(choice.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
+        memory=os.environ.get(peer_memory.VARIABLE) or None,
     )
 
 

@@ -81,7 +81,7 @@ class MaskedRanks(OfOneProcess):
             require_int("ranks", rank, 0, group.topology.world_size - 1)
         if not isinstance(group, DistributedRankGroup):
             raise ValueError("the ranks of a LocalCluster are in one process: its reset() brings back all masked ranks")
-        if not self._calls.ranks.memories or group.spans_machines:
+        if not self._calls.ranks.memories or not group.can_take_back:
             raise EPError(
                 "readmit maps the memory of processes anew, which this buffer's fabric, "
                 f"{group.fabric}, does not: make a new buffer"

@@ -35,6 +35,16 @@ def test_one_node(capsys):
     assert float(notify.split()[1]) > 0 and said.count("not calibrated") == 1
 
 
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_a_rack_that_was_not_measured(capsys, tmp_path, mode):
+    table = tmp_path / "times.json"
+    rack = ["1", "72", "--machine", "gb200_nvl72", "--tokens", "4", "--experts", "72", "--mode", mode, "--num-sms", "8"]
+    assert main(["simulate", *rack, "--json", str(table)]) == 0
+    assert "148 SMs; NOT MEASURED: published figures" in capsys.readouterr().out
+    [found] = json.loads(table.read_text())
+    assert found["machine"] == "gb200_nvl72" and found["held_out"] is None
+
+
 def test_several_nodes_have_a_band_and_a_recommendation(capsys):
     said = run(capsys, "2,4", "1", "--num-sms", "4,8")
     assert "its network card was not measured" in said

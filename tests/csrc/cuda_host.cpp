@@ -1,11 +1,16 @@
 // What the host code of the CUDA backend does with devices and memory, seen by a stand-in for the
 // CUDA runtime.
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/cuda/deferred_release.h"
 #include "expect.h"
@@ -23,9 +28,29 @@ using Group = ep::CudaGroup<ep::P2pFabricParams>;
 
 const ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
 
+void close_descriptor(const std::string& handle) {
+    int descriptor = -1;
+    std::memcpy(&descriptor, handle.data(), sizeof(descriptor));
+    if (close(descriptor)) std::abort();
+}
+
 void start() {
     ep::run_deferred();  // with the test before
     fake_cuda = {};
+}
+
+std::unique_ptr<ep::DeviceMemory> memory_of(int device, size_t bytes, const std::string& group = "",
+                                            ep::MemoryKind kind = ep::MemoryKind::Ipc) {
+    return ep::DeviceMemory::create(device, bytes, group, kind);
+}
+
+// As another process maps it.
+std::unique_ptr<ep::DeviceMemory> opened(int device, ep::DeviceMemory& memory,
+                                         ep::MemoryKind kind = ep::MemoryKind::Ipc) {
+    const std::string handle = memory.handle();
+    auto other = ep::DeviceMemory::open(device, handle, memory.bytes(), kind);
+    if (kind == ep::MemoryKind::Descriptor) close_descriptor(handle);
+    return other;
 }
 
 // A group on device 1, with its heap.
@@ -63,9 +88,9 @@ void test_a_group_gives_back_what_it_has() {
 // Somebody may capture a CUDA graph meanwhile.
 void test_destructors_call_no_cuda() {
     start();
-    auto own = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::create(1, kHeap.bytes(), ""));
-    auto lent = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::create(1, 64, "1 2"));
-    auto mapped = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::open(1, lent->handle(), 64));
+    auto own = memory_of(1, kHeap.bytes());
+    auto lent = memory_of(1, 64, "1 2");
+    auto mapped = opened(1, *lent);
     ep::P2pFabricParams fabric{kHeap.topology, {}};
     fabric.heaps[0] = own->data();
     auto group = std::make_unique<Group>(kHeap, fabric, std::vector{0}, std::vector{own->data()},
@@ -222,8 +247,8 @@ void test_the_current_device_is_left_alone() {
     fake_cuda.current = 1;
     use_group(heap.data());
     {
-        auto memory = ep::DeviceMemory::create(1, 64, "");
-        auto other = ep::DeviceMemory::open(1, memory.handle(), 64);
+        auto memory = memory_of(1, 64);
+        auto other = opened(1, *memory);
     }
     ep::run_deferred();
     EXPECT(fake_cuda.switches == 0);
@@ -239,7 +264,7 @@ void test_another_device_is_made_current_and_back() {
     EXPECT(fake_cuda.current == 0);
     fake_cuda.fails_in = 0;
     try {
-        ep::DeviceMemory::create(1, 64, "");
+        memory_of(1, 64);
         EXPECT(!"an error is thrown");
     } catch (const std::runtime_error&) {
     }
@@ -248,19 +273,19 @@ void test_another_device_is_made_current_and_back() {
 void test_memory_is_given_back_at_once() {
     fake_cuda = {};
     auto left = [](const std::string& group, size_t bytes) {
-        ep::DeviceMemory::create(0, bytes, group).handle();
+        memory_of(0, bytes, group)->handle();
     };
     left("3 4", 64), left("3 4", 128), left("3 5", 64);
-    auto own = ep::DeviceMemory::create(0, 256, "3 4");
-    auto other = ep::DeviceMemory::open(0, own.handle(), 256);
-    EXPECT(fake_cuda.live.size() == 4 && !other.is_released());
-    other.release();
-    EXPECT(fake_cuda.live.size() == 4 && other.is_released() && fake_cuda.unmapped == 1);
-    own.release();
-    EXPECT(fake_cuda.live.size() == 3 && own.is_released());
-    own.release_left();
+    auto own = memory_of(0, 256, "3 4");
+    auto other = opened(0, *own);
+    EXPECT(fake_cuda.live.size() == 4 && !other->is_released());
+    other->release();
+    EXPECT(fake_cuda.live.size() == 4 && other->is_released() && fake_cuda.unmapped == 1);
+    own->release();
+    EXPECT(fake_cuda.live.size() == 3 && own->is_released());
+    own->release_left();
     EXPECT(fake_cuda.live.size() == 1);
-    own.release(), other.release(), own.release_left();
+    own->release(), other->release(), own->release_left();
     EXPECT(fake_cuda.live.size() == 1 && fake_cuda.unmapped == 1);
 }
 
@@ -273,32 +298,136 @@ void test_native_atomics_are_asked_for() {
 
 void test_memory_is_cleared_again() {
     fake_cuda = {};
-    auto memory = ep::DeviceMemory::create(0, 64, "1 2");
-    EXPECT(std::string(memory.data(), 64) == std::string(64, 0));
-    memory.data()[63] = 1;  // by a rank that was not done yet
-    memory.clear();
-    EXPECT(std::string(memory.data(), 64) == std::string(64, 0));
+    auto memory = memory_of(0, 64, "1 2");
+    EXPECT(std::string(memory->data(), 64) == std::string(64, 0));
+    memory->data()[63] = 1;  // by a rank that was not done yet
+    memory->clear();
+    EXPECT(std::string(memory->data(), 64) == std::string(64, 0));
 }
 
 void test_memory_is_left_to_the_same_processes() {
     start();
     auto left = [](const std::string& group, size_t bytes = 64) {
-        auto memory = ep::DeviceMemory::create(0, bytes, group);
-        memory.handle();
-        return memory.data();
+        auto memory = memory_of(0, bytes, group);
+        memory->handle();
+        return memory->data();
     };
     char* const ours = left("1 2");
     EXPECT(left("1 2") == ours);
     EXPECT(left("1 3") != ours);
     EXPECT(left("1 2", 128) != ours);
     EXPECT(left("1 2") == ours);
-    const auto in_use = ep::DeviceMemory::create(0, 64, "1 2");
-    EXPECT(in_use.data() == ours);
+    const auto in_use = memory_of(0, 64, "1 2");
+    EXPECT(in_use->data() == ours);
     EXPECT(left("1 2") != ours);
     const size_t live = fake_cuda.live.size();
-    ep::DeviceMemory::create(0, 256, "1 2");  // which nobody mapped
+    memory_of(0, 256, "1 2");  // which nobody mapped
     ep::run_deferred();
     EXPECT(fake_cuda.live.size() == live);
+}
+
+// ---- CUDA virtual memory
+
+constexpr size_t kBytes = 3 << 20;  // no multiple of what the driver allocates
+
+std::vector<ep::MemoryKind> virtual_kinds() {
+    start();
+    fake_driver.fabric_is_permitted = true;
+    return {ep::MemoryKind::Descriptor, ep::MemoryKind::Fabric};
+}
+
+void test_virtual_memory_is_one_memory() {
+    for (const ep::MemoryKind kind : virtual_kinds()) {
+        auto own = memory_of(0, kBytes, "", kind);
+        auto other = opened(1, *own, kind);
+        EXPECT(own->data() != other->data() && own->bytes() == kBytes);
+        EXPECT(std::string(own->data(), kBytes) == std::string(kBytes, 0));
+        own->data()[kBytes - 1] = 7;
+        EXPECT(other->data()[kBytes - 1] == 7);
+        own->release(), own->release();
+        EXPECT(own->is_released() && other->data()[kBytes - 1] == 7);  // as long as it is mapped
+        other->release();
+        EXPECT(fake_driver.has_nothing());
+    }
+}
+
+// Between processes: the parent reads what its child has stored.
+void test_virtual_memory_of_another_process() {
+    for (const ep::MemoryKind kind : virtual_kinds()) {
+        auto own = memory_of(0, kBytes, "", kind);
+        const std::string handle = own->handle();
+        const pid_t child = fork();
+        if (!child) {
+            auto other = ep::DeviceMemory::open(1, handle, kBytes, kind);
+            std::memcpy(other->data() + 5, "child", 5);
+            _exit(0);
+        }
+        int status = -1;
+        EXPECT(waitpid(child, &status, 0) == child && status == 0);
+        EXPECT(std::string(own->data() + 5, 5) == "child");
+        if (kind == ep::MemoryKind::Descriptor) close_descriptor(handle);
+    }
+    ep::run_deferred();
+    EXPECT(fake_driver.has_nothing());
+}
+
+void test_virtual_memory_is_replaced_in_its_place() {
+    for (const ep::MemoryKind kind : virtual_kinds()) {
+        auto former = memory_of(0, kBytes, "", kind), next = memory_of(0, kBytes, "", kind);
+        auto other = opened(1, *former, kind);
+        char* const place = other->data();
+        former->release();
+        fake_cuda.is_idle = false;
+        const std::string handle = next->handle();
+        other->replace(handle);
+        EXPECT(fake_cuda.is_idle);  // no kernel used the former one
+        if (kind == ep::MemoryKind::Descriptor) close_descriptor(handle);
+        next->data()[1] = 3;
+        EXPECT(other->data() == place && place[1] == 3);
+    }
+    ep::run_deferred();
+    EXPECT(fake_driver.has_nothing());
+}
+
+void test_virtual_memory_that_fails_leaves_nothing() {
+    for (const ep::MemoryKind kind : virtual_kinds()) {
+        for (const char* name :
+             {"cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate", "cuMemMap",
+              "cuMemSetAccess", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"}) {
+            fake_driver.fails = name;
+            std::string error;
+            try {
+                auto own = memory_of(0, kBytes, "", kind);
+                opened(1, *own, kind);
+            } catch (const std::runtime_error& what) {
+                error = what.what();
+            }
+            fake_driver.fails = "";
+            ep::run_deferred();
+            EXPECT(error == std::string(name) + ": CUDA_ERROR_INVALID_VALUE");
+            EXPECT(fake_driver.has_nothing());
+        }
+    }
+    fake_driver.fabric_is_permitted = false;
+    try {
+        memory_of(0, kBytes, "", ep::MemoryKind::Fabric);
+        EXPECT(!"an error is thrown");
+    } catch (const std::runtime_error& error) {
+        EXPECT(std::string(error.what()) == "cuMemCreate: CUDA_ERROR_NOT_PERMITTED");
+    }
+    EXPECT(fake_driver.has_nothing());
+}
+
+void test_destructors_of_virtual_memory_call_no_driver() {
+    virtual_kinds();
+    auto own = memory_of(0, kBytes, "", ep::MemoryKind::Descriptor);
+    auto other = opened(1, *own, ep::MemoryKind::Descriptor);
+    fake_cuda.is_idle = false;
+    const int calls = fake_cuda.calls;
+    own.reset(), other.reset();
+    EXPECT(fake_driver.mapped.size() == 2 && fake_cuda.calls == calls);
+    ep::run_deferred();
+    EXPECT(fake_cuda.is_idle && fake_driver.has_nothing());
 }
 
 }  // namespace
@@ -317,4 +446,9 @@ int main() {
     test_native_atomics_are_asked_for();
     test_memory_is_cleared_again();
     test_memory_is_left_to_the_same_processes();
+    test_virtual_memory_is_one_memory();
+    test_virtual_memory_of_another_process();
+    test_virtual_memory_is_replaced_in_its_place();
+    test_virtual_memory_that_fails_leaves_nothing();
+    test_destructors_of_virtual_memory_call_no_driver();
 }

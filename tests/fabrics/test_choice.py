@@ -104,6 +104,22 @@ def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.Monke
         assert choose("a", "b") == choose("a", "a") == name
 
 
+def test_hosts_of_one_nvlink_domain_map_each_other_or_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "NETWORKS", {"nvshmem": lambda: None})
+
+    def choose_with(lacking: str, wanted: str | None = None, hosts: Sequence[str] = ("a", "b")) -> choice.Choice:
+        return choice.choose(hosts, [wanted] * 2, lambda mine: [mine] * 2, lambda: lacking)
+
+    assert choose_with("") == choice.Choice("p2p", "2 machines of one NVLink domain")
+    assert choose_with("", "p2p").name == "p2p"
+    assert choose_with("", "nvshmem").name == "nvshmem"
+    assert choose_with("not asked", None, "aa") == choice.Choice("p2p", "one machine")
+    refused = choose_with("rank 1: NOT_PERMITTED")
+    assert refused == choice.Choice("nvshmem", "2 machines of one NVLink domain, but rank 1: NOT_PERMITTED")
+    with pytest.raises(ep.EPError, match="MEGATRON_EP_FABRIC=p2p: rank 1: NOT_PERMITTED"):
+        choose_with("rank 1: NOT_PERMITTED", "p2p")
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(choice.VARIABLE, name)

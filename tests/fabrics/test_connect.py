@@ -160,12 +160,12 @@ class Memory:
         self.group = group
 
     @classmethod
-    def create(cls, device: int, size: int, group: str = "") -> "Memory":
+    def create(cls, device: int, size: int, group: str, kind: str) -> "Memory":
         assert CURRENT == [DEVICE]
         return cls(group)
 
     @classmethod
-    def open(cls, device: int, handle: bytes, size: int) -> "Memory":
+    def open(cls, device: int, handle: bytes, size: int, kind: str) -> "Memory":
         return cls(handle.decode())
 
     def clear(self) -> None:

@@ -148,6 +148,8 @@ def drop_prior(part):
         (("sms = 132", "sms = 0"), "sms must be an int > 0"),
         (("[held_out.normal]", "[held_out.usual]"), "its prediction error is unknown: held_out.normal"),
         (("sms = 132", "sms = ["), "machine .*: "),
+        (("sms = 132", "sms = 132\nunmeasured = 'a guess'"), "has held_out, so it is not unmeasured"),
+        (("sms = 132", "sms = 132\nunmeasured = true"), "unmeasured must be a text"),
         (("[constants.step]", "[other.step]"), "lacks step"),
     ],
 )
@@ -160,7 +162,9 @@ def test_a_machine_file_that_is_refused(tmp_path, change, message):
 
 def test_machines_by_name():
     assert not Machine.load("h200_nvlink").has_card and Machine.load("h200_cx7").has_card
-    with pytest.raises(ValueError, match=r"machine is 'b200', must be a TOML file or one of h200_cx7, h200_nvlink"):
+    unmeasured = Machine.load("gb200_nvl72")
+    assert unmeasured.unmeasured and not unmeasured.held_out, "errors of another machine are not its own"
+    with pytest.raises(ValueError, match=r"machine is 'b200', must be a TOML file or one of gb200_nvl72, h200_cx7,"):
         Machine.load("b200")
 
 

@@ -1,7 +1,8 @@
-// GPU memory for symmetric heaps, mapped between processes by CUDA IPC.
+// GPU memory for symmetric heaps, which processes map from each other.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 namespace ep {
@@ -9,48 +10,50 @@ namespace ep {
 // Whether kernels on a GPU have native atomics on a peer's memory, which give_up needs.
 bool has_native_atomics(int device, int peer);
 
-// Zeroed memory of a GPU for the symmetric heap of one rank. Another process of the machine may map
-// it through its handle. Memory that others may have mapped is not freed but kept for the next heap
-// of its size and group: others write to it until they are done, and only members of the group are
-// known to be done when the next heap is made.
+// How another process maps memory: by CUDA IPC; or, if it is CUDA virtual memory, by a file
+// descriptor within the host, or by a fabric handle from any host of the NVLink domain.
+enum class MemoryKind { Ipc, Descriptor, Fabric };
+
+// Memory of a GPU for the symmetric heap of one rank, which other processes may map through its
+// handle.
 class DeviceMemory {
   public:
-    // group: names the processes that may map it.
-    static DeviceMemory create(int device, size_t bytes, const std::string& group);
+    // Returns zeroed memory. group: names the processes that may map it. Throws std::runtime_error
+    // if the driver lacks this kind, or refuses it.
+    static std::unique_ptr<DeviceMemory> create(int device, size_t bytes, const std::string& group,
+                                                MemoryKind kind);
     // Maps memory that another process created, on any GPU that this one reaches. Throws
     // std::runtime_error if it does not reach it.
-    static DeviceMemory open(int device, const std::string& handle, size_t bytes);
+    static std::unique_ptr<DeviceMemory> open(int device, const std::string& handle, size_t bytes,
+                                              MemoryKind kind);
+    virtual ~DeviceMemory() = default;
+
     // Maps the memory of another process in place of that of one that has ended: pointers into it
-    // stay valid, also in CUDA graphs. Throws std::runtime_error if the driver maps it elsewhere;
-    // then nothing is mapped any more.
-    void replace(const std::string& handle);
-
+    // stay valid, also in CUDA graphs. Throws std::runtime_error if that fails.
+    virtual void replace(const std::string& handle) = 0;
     // Frees own memory, which nothing may map any more, or unmaps another's. May be called twice.
-    void release();
+    virtual void release() = 0;
     // Frees what destroyed objects of this one's group, of any size, have left on its GPU.
-    void release_left() const;
-
-    DeviceMemory(DeviceMemory&& other) noexcept;
-    DeviceMemory& operator=(DeviceMemory&&) = delete;
-    ~DeviceMemory();
+    virtual void release_left() const {}
+    // Returns what `open` needs in another process. Of kind Descriptor: the bytes of an int, a new
+    // descriptor, which the caller closes.
+    virtual std::string handle() = 0;
 
     // Zeros it. Called when no rank writes to it any more, and before any does again.
     void clear();
-    std::string handle();
+    int device() const { return device_; }
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
     bool is_released() const { return !data_; }
 
-  private:
-    DeviceMemory(int device, char* data, size_t bytes, const std::string& group, bool is_mapped)
-        : device_(device), data_(data), bytes_(bytes), group_(group), is_mapped_(is_mapped) {}
+  protected:
+    DeviceMemory(int device, char* data, size_t bytes)
+        : device_(device), data_(data), bytes_(bytes) {}
+    DeviceMemory(const DeviceMemory&) = delete;
 
     int device_;
     char* data_;
     size_t bytes_;
-    std::string group_;
-    bool is_mapped_;  // belongs to another process
-    bool is_shared_ = false;
 };
 
 }  // namespace ep

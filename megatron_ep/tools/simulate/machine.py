@@ -47,7 +47,8 @@ class Machine:
 
     sms: SMs of a GPU.
     constants: ns and GB/s, with the names of csrc/tools/simulate/cluster.h.
-    held_out: errors of the GPU's constants, by mode (`Case.mode`).
+    held_out: errors of the GPU's constants, by mode (`Case.mode`); none for a machine that was not measured.
+    unmeasured: origin of the constants of a machine whose predictions were never compared with measurements; else "".
     band: constants of the network card that have not been measured, and their bounds.
     """
 
@@ -56,6 +57,7 @@ class Machine:
     constants: dict[str, float]
     held_out: dict[str, HeldOut]
     band: dict[str, tuple[float, ...]]
+    unmeasured: str = ""
 
     @staticmethod
     def load(name: str) -> Machine:
@@ -122,12 +124,15 @@ def parse(name: str, found: dict[str, Any]) -> Machine:
     sms = found.get("sms", base.sms if base else None)
     if not isinstance(sms, int) or sms < 1:
         raise ValueError(f"machine {name}: sms must be an int > 0")
-    held_out = dict(base.held_out) if base else {}
+    unmeasured = found.get("unmeasured", "")
+    require(isinstance(unmeasured, str), "unmeasured must be a text")
+    held_out = dict(base.held_out) if base and not unmeasured else {}
     try:
         held_out |= {mode: HeldOut(**of) for mode, of in found.get("held_out", {}).items()}
     except TypeError as error:
         raise ValueError(f"machine {name}: held_out: {error}") from None
-    for mode, (median, p90, worst) in MAX_ERROR.items():
+    require(not (unmeasured and held_out), "has held_out, so it is not unmeasured")
+    for mode, (median, p90, worst) in MAX_ERROR.items() if not unmeasured else ():
         require(mode in held_out, f"its prediction error is unknown: held_out.{mode} is missing")
         off = held_out[mode]
         require(
@@ -137,4 +142,4 @@ def parse(name: str, found: dict[str, Any]) -> Machine:
     band = {constant: tuple(map(float, values)) for constant, values in found.get("band", {}).items()}
     for constant in band:
         require(constant in constants, f"band: there is no constant {constant}")
-    return Machine(name, sms, constants, held_out, band)
+    return Machine(name, sms, constants, held_out, band, unmeasured)

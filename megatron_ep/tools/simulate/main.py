@@ -15,7 +15,6 @@ from megatron_ep.tools.simulate.progress import Progress
 if TYPE_CHECKING:
     from megatron_ep.config import Topology
     from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction
-    from megatron_ep.tools.simulate.machine import HeldOut
 
 # Limit of simulated ranks, because more take minutes. --images overrides it.
 MAX_RANKS = 8
@@ -183,9 +182,13 @@ def all_phases(prediction: Prediction) -> dict[str, Phase]:
 
 
 def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
-    measured = _error(machine, cases[0]).measured
-    print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {measured}")
-    print(f"  error for topologies that were held out, within a node or with nodes mapped: {_error(machine, cases[0])}")
+    if machine.unmeasured:
+        print(f"machine {machine.name}: {machine.sms} SMs; NOT MEASURED: {machine.unmeasured}")
+        print("  no prediction for it has been compared with a measurement")
+    else:
+        error = machine.held_out[cases[0].mode]
+        print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {error.measured}")
+        print(f"  error for topologies that were held out, within a node or with nodes mapped: {error}")
     if any(case.uses_network for case in cases):
         band = "; ".join(
             f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in machine.band.items()
@@ -194,10 +197,6 @@ def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
         if band:
             print(f"  between what two guesses give lies the band: {band}")
         print("  topology above the cards and congestion are not in it")
-
-
-def _error(machine: Machine, case: Case) -> HeldOut:
-    return machine.held_out[case.mode]
 
 
 def floors_us(prediction: Prediction) -> dict[str, float]:
@@ -300,11 +299,12 @@ def _print_recommended(found: Sequence[Found]) -> None:
 
 def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
     case, floors = prediction.case, floors_us(prediction)
+    error = prediction.machine.held_out.get(case.mode)
     return {
         "case": dataclasses.asdict(case),
         "settings": case.compiled_settings(),
         "machine": prediction.machine.name,
-        "held_out": dataclasses.asdict(_error(prediction.machine, case)),
+        "held_out": None if error is None else dataclasses.asdict(error),
         "phases": {
             name: {
                 "us": {"p50": phase.at(0.5), "p99": phase.at(0.99), "max": phase.us},

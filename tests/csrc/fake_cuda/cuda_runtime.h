@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda.h"
+
 #define CUDART_VERSION 13000
 
 enum cudaError_t {
@@ -29,6 +31,8 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrComputeCapabilityMinor
 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
 enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum {
@@ -178,6 +182,12 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned
 }
 inline cudaError_t cudaDriverGetVersion(int* version) {
     *version = fake_cuda.driver;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult*) {
+    *function = fake_driver_function(name);
     return fake_cuda.call();
 }
 inline cudaError_t cudaFree(void* memory) { return fake_cuda.give(memory); }

@@ -1,0 +1,179 @@
+"""How processes map each other's GPU memory, with files in memory in place of the GPU's. Needs no GPU."""
+
+import contextlib
+import fcntl
+import gc
+import mmap
+import os
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ep import _C
+from megatron_ep.fabrics import descriptors, peer_memory
+from megatron_ep.fabrics.peer_memory import DESCRIPTOR, FABRIC, IPC
+from megatron_ep.meeting.rendezvous import StoreRendezvous
+
+DEVICE = torch.device("cuda", 0)
+W = 3
+BYTES = 1 << 16
+
+
+class Memory:
+    """A file in memory, which a process maps by its descriptor, or by its path as a fabric handle."""
+
+    refuses = lost = False
+
+    def __init__(self, file: int, size: int, kind: str):
+        self._file, self._kind, self.is_released = file, kind, False
+        self._data = mmap.mmap(file, size)
+
+    @classmethod
+    def create(cls, device: int, size: int, group: str, kind: str) -> "Memory":
+        if cls.refuses:
+            raise RuntimeError("cuMemCreate: CUDA_ERROR_NOT_PERMITTED")
+        file = os.memfd_create("gpu")
+        os.ftruncate(file, size)
+        return cls(file, size, kind)
+
+    @classmethod
+    def open(cls, device: int, handle: bytes, size: int, kind: str) -> "Memory":
+        return cls(cls._file_of(handle, kind), size, kind)
+
+    @staticmethod
+    def _file_of(handle: bytes, kind: str) -> int:
+        if kind == DESCRIPTOR:
+            return os.dup(int.from_bytes(handle, sys.byteorder))
+        return os.open(handle.decode(), os.O_RDWR)
+
+    def handle(self) -> bytes:
+        if self._kind == DESCRIPTOR:
+            return os.dup(self._file).to_bytes(4, sys.byteorder)
+        return f"/proc/{os.getpid()}/fd/{self._file}".encode()
+
+    def replace(self, handle: bytes) -> None:
+        size = len(self._data)
+        self.release()
+        self.__init__(self._file_of(handle, self._kind), size, self._kind)
+
+    def clear(self) -> None:
+        self._data[:] = bytes(len(self._data))
+
+    def add_one(self) -> None:
+        if not self.lost:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            self._data[:8] = (self.first_word() + 1).to_bytes(8, sys.byteorder)
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def first_word(self) -> int:
+        return int.from_bytes(self._data[:8], sys.byteorder)
+
+    def release(self) -> None:
+        if not self.is_released:
+            self._data.close()
+            os.close(self._file)
+            self.is_released = True
+
+    __del__ = release
+
+
+@contextlib.contextmanager
+def rendezvous_with_memory(**of_rank_1: bool):
+    """Yields a rendezvous. What it leaves open is found here. of_rank_1: attributes of its memory."""
+    rendezvous = StoreRendezvous(dist.group.WORLD, timedelta(seconds=60))
+    rendezvous.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    memory = type("OfThisRank", (Memory,), of_rank_1 if dist.get_rank() == 1 else {})
+    with mock.patch.object(_C, "DeviceMemory", memory, create=True):
+        yield rendezvous
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def run_mapped(kind: str) -> list[int]:
+    """Each rank adds to the memory of all others, and to its own."""
+    with rendezvous_with_memory() as rendezvous:
+        memories = peer_memory.peer_memories(rendezvous, lambda: None, DEVICE, BYTES, "", kind=kind)
+        for _ in range(dist.get_rank() + 1):
+            for memory in memories:
+                memory.add_one()
+        rendezvous.barrier()
+        words = [memory.first_word() for memory in memories]
+        rendezvous.barrier()
+        for memory in memories:
+            memory.release()
+    return words
+
+
+@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
+def test_all_ranks_map_one_memory(ranks, kind: str) -> None:
+    assert ranks.run(run_mapped, kind) == [[1 + 2 + 3] * 3] * 3
+
+
+def run_replaced(kind: str) -> list[int]:
+    """Rank 2 comes back with new memory, which the others map in the place of its former one."""
+    rank = dist.get_rank()
+    with rendezvous_with_memory() as rendezvous:
+        memories = peer_memory.peer_memories(rendezvous, lambda: None, DEVICE, BYTES, "", kind=kind)
+        if rank == 2:
+            for memory in memories:
+                memory.release()
+            memories = peer_memory.peer_memories(rendezvous, lambda: None, DEVICE, BYTES, "", kind=kind)
+        else:
+            with peer_memory.exchanged(rendezvous, lambda: memories[rank], [2], kind) as (_, handles):
+                rendezvous.agree(lambda: memories[2].replace(handles[2]))
+        memories[2].add_one()
+        memories[0].add_one()
+        rendezvous.barrier()
+        words = [memory.first_word() for memory in memories]
+        rendezvous.barrier()
+        for memory in memories:
+            memory.release()
+    return words
+
+
+@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
+def test_the_memory_of_a_new_process_is_mapped_by_all(ranks, kind: str) -> None:
+    assert ranks.run(run_replaced, kind) == [[3, 0, 3]] * 3
+
+
+def run_probe(kind: str, of_rank_1: dict[str, bool]) -> str:
+    with rendezvous_with_memory(**of_rank_1) as rendezvous:
+        return peer_memory.lacks(rendezvous, DEVICE, kind)
+
+
+@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
+def test_a_probe_says_why_memory_cannot_be_mapped(ranks, kind: str) -> None:
+    assert ranks.run(run_probe, kind, {}) == [""] * 3
+    for lacking in ranks.run(run_probe, kind, {"refuses": True}):
+        assert "rank 1 could not set up the buffer" in lacking and "cuMemCreate: CUDA_ERROR_NOT_PERMITTED" in lacking
+    for lacking in ranks.run(run_probe, kind, {"lost": True}):
+        assert "atomics of 1 of 2 ranks reached the memory of this one" in lacking
+
+
+def test_the_kind_of_memory() -> None:
+    assert peer_memory.kind_for(["a", "a"], None) == IPC
+    assert peer_memory.kind_for(["a", "b"], None) == FABRIC
+    assert peer_memory.kind_for(["a", "a"], DESCRIPTOR) == peer_memory.kind_for(["a", "b"], DESCRIPTOR) == DESCRIPTOR
+    with pytest.raises(ValueError, match="MEGATRON_EP_PEER_MEMORY is 'shared', must be one of ipc, descriptor, fabric"):
+        peer_memory.kind_for(["a"], "shared")
+
+
+def test_a_mailbox_that_is_not_served_ends(tmp_path: Path) -> None:
+    """Nothing waits without a bound, and nothing is left in the folder of temporary files."""
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        with descriptors.mailbox(1, 0.05) as listener:
+            with pytest.raises(TimeoutError):
+                descriptors.receive(listener, 1)
+            path = listener.getsockname()
+            descriptors.send(0, 7, [path], 5.0)
+            descriptors.close(descriptors.receive(listener, 1))
+        with pytest.raises(OSError):
+            descriptors.send(0, 7, [path], 5.0)
+    assert not list(tmp_path.iterdir())
