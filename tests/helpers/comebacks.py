@@ -130,7 +130,7 @@ def rejoin_in_vain(path, rank, config, topology, settings, told):
         told.send(str(error))
 
 
-def check_comebacks(folder, nodes, killed=(), late=(), device="cpu", patience=30):
+def check_comebacks(folder, nodes, killed=(), late=(), device="cpu", patience=60):
     processes = []
 
     def start(rank, born):

@@ -211,7 +211,7 @@ def run_one_that_cannot_join() -> None:
         pytest.raises(EPError, match="a cable was pulled"),
     ):
         ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
-    assert sockets() == before
+    assert within(10, lambda: sockets() == before)  # a thread may not have let go of its own yet
 
 
 def test_a_network_that_is_not_made_keeps_no_connection(ranks):
