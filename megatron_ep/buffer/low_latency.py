@@ -113,11 +113,10 @@ class OneHop(NamedTuple):
 
 def connect_one_hop(group: Any) -> OneHop | None:
     """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it. Collective."""
-    config = group.config
-    if config.max_tokens is None:
+    if (most := group.config.max_tokens) is None:
         return None
-    largest = sizes.largest_row(config)
-    ranks, _ = connect(group, config.max_tokens, largest, None, sums_at_expert=True)
+    largest = sizes.largest_row(group.config)
+    ranks, _ = connect(group, most, largest, None, sums_at_expert=True)
     group.live_backend().attach(ranks)
     return OneHop(ranks, ranks.heap.max_tokens, largest.payload_bytes)
 
@@ -172,7 +171,7 @@ def connect(
     lines = is_mapped and masks is None and group.keeps_lines()
     blocks, staged = _blocks(group, lines), not is_mapped and topology.nodes > 1
     if sums_at_expert:
-        max_tokens = min(max_tokens, sizes.most_tokens_in_one_hop(blocks, staged))
+        max_tokens = min(max_tokens, sizes.most_tokens_in_one_hop(group.config, blocks, staged))
     heap = make_heap(1 if is_mapped else blocks, staged, lines)
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:

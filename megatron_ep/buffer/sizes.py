@@ -17,9 +17,9 @@ LINES_SMS = 64
 # H200, in us: with 24 SMs 77 in one hop and 76 through rings at T = 128, 127 and 122 at T = 256; with 64 SMs 124 and
 # 145 at T = 512, 235 and 226 at T = 1024.
 ONE_HOP_TOKENS_PER_SM = 8
-# The same of any number of SMs if a network carries rows, where one hop moves more bytes: a row for each of a token's
-# ranks, not of its nodes. Predicted for nodes of eight GPUs, see docs/tuning.md.
-ONE_HOP_TOKENS_OVER_NETWORK = 32
+# Bytes of a rank's rows up to which this holds if a network carries them, to each rank and not only to each node of a
+# token. Predicted, see docs/tuning.md.
+ONE_HOP_BYTES_OVER_NETWORK = 448 << 10
 # From MANY_NODES nodes on the normal mode waits for the network card, so that fewer SMs take hardly longer: at T = 4096
 # dispatch and combine take at most 3 % longer, by the predictions in docs/tuning.md.
 MANY_NODES, MANY_NODES_SMS = 8, 16
@@ -40,9 +40,10 @@ def default_sms(topology: Topology) -> int:
     return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
 
 
-def most_tokens_in_one_hop(sms: int, over_network: bool) -> int:
+def most_tokens_in_one_hop(config: Config, sms: int, over_network: bool) -> int:
     """Returns the tokens of a rank up to which a launch on this many SMs is faster in one hop than through rings."""
-    return ONE_HOP_TOKENS_OVER_NETWORK if over_network else ONE_HOP_TOKENS_PER_SM * sms
+    of_network = max(1, ONE_HOP_BYTES_OVER_NETWORK // (config.row_bytes or WIDEST_ROW_BYTES))
+    return of_network if over_network else ONE_HOP_TOKENS_PER_SM * sms
 
 
 def low_latency_sms(lines: bool) -> int:

@@ -63,13 +63,24 @@ def test_a_rank_that_comes_back_asks_nobody(nvlink):
     assert group.times_asked == 0
 
 
+LIBRARY = "memory of a library"
+
+
 @pytest.mark.parametrize("nvlink", [False, True])
 @pytest.mark.parametrize(
-    ("nodes", "network_memory", "sms", "most"),
-    [(1, None, 5, 40), (1, "of a library", 5, 40), (2, None, 5, 40), (2, "of a library", 5, 32), (1, None, 99, 64)],
+    ("nodes", "network_memory", "sms", "row_bytes", "most"),
+    [
+        (1, None, 5, None, 40),
+        (1, None, 99, None, 128),
+        (1, LIBRARY, 5, None, 40),
+        (2, None, 5, None, 40),
+        (2, LIBRARY, 5, None, 32),
+        (2, LIBRARY, 5, 4096, 112),
+    ],
 )
-def test_one_hop_is_for_as_few_tokens_as_it_is_faster_for(nodes, network_memory, sms, most, nvlink):
-    topology, config = ep.Topology(nodes, 2), ep.Config(num_experts=4, timeout=10, max_tokens=64)
+def test_one_hop_is_for_as_few_tokens_as_it_is_faster_for(nodes, network_memory, sms, row_bytes, most, nvlink):
+    topology = ep.Topology(nodes, 2)
+    config = ep.Config(num_experts=4, timeout=10, max_tokens=128, row_bytes=row_bytes)
     group = Group(nvlink=nvlink, times_asked=0, topology=topology, config=config, network_memory=network_memory)
     with mock.patch.object(gpu, "num_sms", lambda *_: sms):
         assert low_latency.connect_one_hop(group).max_tokens == most

@@ -71,7 +71,14 @@ def make_layer(config, router=None, weights=None):
 
 
 def decode(layer, x):
-    """The output of a step with Megatron's padding for decoding, and the dispatches that it took, by mode."""
+    """The output of a step with Megatron's padding for decoding, and the dispatches that it took: through rings and in
+    one hop."""
+    output, calls = step(layer, x)
+    ep.raise_if_failed()
+    return output, calls
+
+
+def step(layer, x):
     from generation import counted
 
     factor = layer.config.num_moe_experts / layer.config.moe_router_topk
@@ -79,7 +86,6 @@ def decode(layer, x):
         utils.set_decode_expert_padding(layer, True, capacity_factor=factor)
         output, _ = layer(x)
         utils.set_decode_expert_padding(layer, False)
-    ep.raise_if_failed()
     return output, (calls.rings, calls.one_hop)
 
 
@@ -144,6 +150,25 @@ def test_gives_the_bits_of_the_rings(four_ranks, tp, dtype, router, settings, to
 def test_gives_the_bits_of_the_rings_on_three_ranks():
     with LocalRanks(3, 60.0) as ranks:
         ranks.run(_compare_modes, 1, torch.float32, None, {}, None)
+
+
+def _captured():
+    """As while a CUDA graph captures it, which no wait of the host may interrupt."""
+    join_layout(1, W)
+    config = make_config()
+    with configured(**{MOST: 6}):
+        layer, x = make_layer(config), tokens(config, 6)
+        expected, _ = decode(layer, x)
+        waits = mock.patch.object(HostBackend, "finish_launches", side_effect=AssertionError)
+        with waits, mock.patch.object(HostBackend, "is_capturing", return_value=True):
+            output, calls = step(layer, x)
+        assert calls == (0, 1) and torch.equal(output, expected)
+        with waits, pytest.raises(AssertionError):
+            ep.raise_if_failed()
+
+
+def test_the_host_waits_for_nothing_in_a_captured_step(four_ranks):
+    four_ranks.run(_captured)
 
 
 def _chooses_the_mode():
