@@ -6,7 +6,6 @@
 
 #include "bindings/launcher.h"
 #include "core/cuda/deferred_release.h"
-#include "core/notify_args.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/low_latency.h"
 
@@ -50,7 +49,7 @@ class CudaLauncher : public RankLauncher {
         const std::vector<DispatchArgs> dispatches(all.begin(), all.end());
         if (phase == Phase::DispatchAhead) {
             auto totals = wait_for_counts(all, dispatches, stream);
-            const bool fits = totals.empty() || all.front().guessed_right(totals.front());
+            const bool fits = totals.empty() || all.front().fits(totals.front());
             return {std::move(totals), fits};
         }
         group_.dispatch(dispatches, stream);

@@ -92,7 +92,7 @@ void bind_software_nic(py::module_& m) {
             py::call_guard<py::gil_scoped_release>(),
             "Returns the seconds since the rank's process has sent anything, and since its machine "
             "has answered; 0, 0 for a rank of this machine.")
-        .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
+        .def("flush_reports", &SoftwareNic::flush_reports, py::call_guard<py::gil_scoped_release>(),
              "Sends what this rank knows of failures, and waits briefly for its arrival.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "Lets a broken connection end only the waits of the normal mode from now on.")

@@ -60,7 +60,7 @@ class HostLauncher : public RankLauncher {
         if (phase != Phase::Dispatch && phase != Phase::DispatchAgain) {
             counted.totals = notify(all);
             const Layout::Totals& first = counted.totals.front();
-            counted.fits = phase == Phase::DispatchAhead && all.front().guessed_right(first);
+            counted.fits = phase == Phase::DispatchAhead && all.front().fits(first);
             const bool goes_on = counted.fits || phase == Phase::FusedDispatch;
             if (!goes_on || is_refused(counted.totals) || aborted()) return counted;
         }

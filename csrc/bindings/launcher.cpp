@@ -63,7 +63,7 @@ Setters<A> with_transfer(Setters<A> setters) {
         {"max_rail", set<A, &A::max_rail>},
         {"max_rows", set<A, &A::max_rows>},
         {"is_flat", set<A, &A::is_flat>},
-        {"handle_age", set<A, &A::handle_age>},
+        {"resets_since_made", set<A, &A::resets_since_made>},
     });
     return setters;
 }
@@ -85,7 +85,7 @@ Setters<A> with_low_latency(Setters<A> setters) {
         {"silent_slices", set<A, &A::mask, &Mask::silent_slices>},
         {"max_slices", set<A, &A::mask, &Mask::max_slices>},
         {"layout_call", set<A, &A::layout_call>},
-        {"handle_age", set<A, &A::handle_age>},
+        {"resets_since_made", set<A, &A::resets_since_made>},
     });
     return setters;
 }
@@ -105,7 +105,7 @@ const auto& setters_of(const FusedDispatchArgs&) {
         {"clears_padding", set<A, &A::clears_padding>},
         {"has_all_weights", set<A, &A::has_all_weights>},
         {"source_tokens", set<A, &A::source_tokens>},
-        {"is_ahead", set<A, &A::is_ahead>},
+        {"is_speculative", set<A, &A::is_speculative>},
         {"min_rows", set<A, &A::min_rows>},
         {"topk_idx", set<A, &A::topk_idx>},
         {"index_bytes", set<A, &A::index_bytes>},

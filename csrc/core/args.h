@@ -1,7 +1,7 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/heap.h"
 #include "core/layout.h"
@@ -35,7 +35,7 @@ struct NotifyArgs {
         const auto low = static_cast<uint32_t>(epoch);
         return low ? low : uint32_t{1} << 31;
     }
-    EP_HD void tell_expert(int expert, int rows) const {
+    EP_HD void set_expert_rows(int expert, int rows) const {
         tokens_per_expert[expert] = tokens_per_expert[layout.local_experts() + expert] = rows;
     }
 };
@@ -60,7 +60,7 @@ struct TransferArgs {
     // Flat layout: rows lie in order of arrival, once each for any number of experts, with K
     // weights each. A dispatch that fills tables stores the local experts in `dst_rows`.
     bool is_flat = false;
-    uint32_t handle_age = 0;  // resets since the handle was made
+    uint32_t resets_since_made = 0;  // resets since the handle was made
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
@@ -120,10 +120,10 @@ struct DispatchArgs : TransferArgs {
     int32_t* source_tokens = nullptr;
     // Speculative launch: tensors are sized by a guess, before the host knows the counts. If it is
     // wrong, the kernel does nothing and the host launches the same call again.
-    bool is_ahead = false;
+    bool is_speculative = false;
     int64_t min_rows = 0;  // with fewer rows the guessed tensors would waste too much memory
 
-    EP_HD bool guessed_right(const Layout::Totals& totals) const {
+    EP_HD bool fits(const Layout::Totals& totals) const {
         const int64_t rows = is_flat ? totals.received_rows : totals.expert_rows;
         return rows >= min_rows && rows <= max_rows && totals.received_rows <= max_received &&
                totals.rail_rows <= max_rail;
@@ -153,6 +153,13 @@ struct FusedDispatchArgs : DispatchArgs {
         return args;
     }
 };
+
+// Notify arguments of fused dispatches, one per rank. The GPU counts the epoch itself.
+inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
+    std::vector<NotifyArgs> all;
+    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
+    return all;
+}
 
 struct CombineArgs : TransferArgs {
     const char* x;        // [max_rows, payload_bytes]
@@ -198,10 +205,10 @@ struct CombineArgs : TransferArgs {
 
 // Whether a speculative launch guessed wrong and must do nothing. If the counts never became known
 // (epoch 0) the call runs, to fill its outputs with what cannot pass for data.
-EP_HD bool does_nothing(const DispatchArgs& args) {
-    return args.is_ahead && args.layout.totals().epoch && !args.guessed_right(args.layout.totals());
+EP_HD bool is_skipped(const DispatchArgs& args) {
+    return args.is_speculative && args.layout.totals().epoch && !args.fits(args.layout.totals());
 }
-EP_HD bool does_nothing(const CombineArgs&) { return false; }
+EP_HD bool is_skipped(const CombineArgs&) { return false; }
 
 EP_HD bool has_intra_rank_pass(const DispatchArgs& args) { return args.has_intra_rank_pass; }
 EP_HD bool has_intra_rank_pass(const CombineArgs& args) { return args.sums != nullptr; }

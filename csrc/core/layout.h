@@ -140,6 +140,10 @@ struct Layout {
         return data[rail_start_ + channel * topology.nodes + node];
     }
 
+    EP_HD int64_t rail_end(int channel, int node) const {
+        return static_cast<int64_t>(rail_start(channel, node)) + rail(channel, node);
+    }
+
     // planned_first_token [C + 1]: where each channel's tokens begin; planned layouts only
     EP_HD int32_t& planned_first_token(int channel) const { return data[first_tokens_ + channel]; }
 

@@ -7,7 +7,6 @@
 
 #include "core/float8.h"
 #include "core/low_latency_heap.h"
-#include "core/masks.h"
 #include "core/pieces.h"
 #include "core/row.h"
 
@@ -81,6 +80,21 @@ struct LowLatencyLayout {
     size_t counts_, starts_, experts_, present_, dst_rows_, active_, scratch_, size_;
 };
 
+// The reason that a rank gives another one when it masks it.
+enum class MaskReason : uint64_t {
+    None,
+    Asked,   // a caller wrote to active_ranks: both go on, without each other
+    Silent,  // it waited for the other in vain and takes it for dead: the other must end
+};
+
+// Why a rank has masked another, for its host to read at any time.
+struct MaskedRank {
+    static constexpr uint64_t kAsked = 1, kWaited = 2;
+
+    uint64_t state;  // 0: not masked; kAsked; or kWaited + what it waited for (Wait)
+    uint64_t waited_ns;
+};
+
 // How calls go on without ranks that stay away. Only if the heap has masking.
 struct LowLatencyMask {
     int32_t* active;    // [W], the caller's: 0 masks a rank for good, or says that it is masked
@@ -108,7 +122,7 @@ struct LowLatencyArgs {
     // Number of the dispatch whose layout this call of the normal API uses, which ranks must agree
     // on; null: the call makes a layout, or is of the low-latency mode.
     const uint64_t* layout_call = nullptr;
-    uint32_t handle_age = 0;  // resets since the layout was made
+    uint32_t resets_since_made = 0;  // resets since the layout was made
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
@@ -143,6 +157,7 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }
+    EP_HD bool by_lines() const { return heap.lines; }
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
     // Index in recv_scales of the first word of a row's scales.
@@ -151,7 +166,7 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
         const auto rows = static_cast<uint32_t>(expert_rows);
         return row / rows * scale_words() * scale_column + row % rows;
     }
-    EP_HD void tell_expert(int expert, int64_t rows) const {
+    EP_HD void set_expert_rows(int expert, int64_t rows) const {
         if (!tokens_per_expert) return;
         tokens_per_expert[expert] = tokens_per_expert[heap.local_experts() + expert] = rows;
     }

@@ -79,12 +79,11 @@ struct LowLatencyHeap {
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
     static constexpr int kHalves = 2;
-    static constexpr int kMaxTokens = 1024;  // 32 chunks, one per lane
     static constexpr int kWordsOfValue = 2;  // 32 bits each
 
     Topology topology;
     int num_experts;
-    int max_tokens;  // per rank
+    int max_tokens;  // per rank, at most 1024: 32 chunks, one per lane
     int max_topk;
     int channels;       // to unmapped ranks: at most as many as warps
     bool staged;        // whether there are unmapped ranks
@@ -128,7 +127,7 @@ struct LowLatencyHeap {
         released_ = part(kKinds * banks * world * kLine);
         choice_flags_ = part(lines ? 0 : choice_parts() * world * kLine);
         masked_flags_ = part(masking ? world * kLine : 0);
-        beat_flags_ = part(masking ? world * kLine : 0);
+        heartbeat_flags_ = part(masking ? world * kLine : 0);
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * row_bytes_);
@@ -146,7 +145,7 @@ struct LowLatencyHeap {
         memberships_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
         masked_ = part(masking ? world * sizeof(uint64_t) : 0);
         firsts_ = part(masking ? world * sizeof(uint64_t) : 0);
-        own_beats_ = part(masking ? kLine : 0);
+        own_heartbeats_ = part(masking ? kLine : 0);
         all_sent_flags_ = part(masking ? kKinds * world * kLine : 0);
         no_choices_ = part(masking ? choice_bytes() : 0);
         bytes_ = end;
@@ -221,7 +220,8 @@ struct LowLatencyHeap {
         return row_flags_ +
                ((number * kKinds + static_cast<int>(kind)) * topology.world() + rank) * kLine;
     }
-    // All of these, and with masking masked_flag and beat_flag; number 0 of each kind of row_flag.
+    // All of these, and with masking masked_flag and heartbeat_flag; number 0 of each kind of
+    // row_flag.
     EP_HD NetworkFlags network_flags() const {
         const int of_all = kKinds * kBanks + choice_parts() + (masking ? 2 : 0);
         return {released_, staged ? of_all + kKinds : 0, topology.world(), of_all, channels, true};
@@ -303,14 +303,14 @@ struct LowLatencyHeap {
     // 0, or 1 + whichever of `rank` and this rank was first to mask the other for its silence. Both
     // use the word in the heap of the lower rank.
     EP_HD size_t first_to_mask(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
-    EP_HD size_t own_beats() const { return own_beats_; }
+    EP_HD size_t own_heartbeats() const { return own_heartbeats_; }
     // The choices of a rank without tokens.
     EP_HD size_t no_choices() const { return no_choices_; }
     // --- flags written by other ranks ---
     // Not 0: `rank` has masked this one, for this reason (MaskReason).
     EP_HD size_t masked_flag(int rank) const { return masked_flags_ + rank * kLine; }
     // Heartbeat of `rank`: grows while it waits.
-    EP_HD size_t beat_flag(int rank) const { return beat_flags_ + rank * kLine; }
+    EP_HD size_t heartbeat_flag(int rank) const { return heartbeat_flags_ + rank * kLine; }
     // The last call whose stores from `rank`, a mapped one, have all arrived here.
     EP_HD size_t all_sent_flag(LowLatencyKind kind, int rank) const {
         return all_sent_flags_ +
@@ -340,9 +340,9 @@ struct LowLatencyHeap {
     int local_experts_;
     size_t choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, credited_, waited_, put_joins_, signalled_,
-        tokens_sent_, released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_,
-        rows_, parts_, sums_, values_, staged_choices_, staged_rows_, staged_parts_, memberships_,
-        masked_, firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
+        tokens_sent_, released_, choice_flags_, masked_flags_, heartbeat_flags_, row_flags_,
+        choices_, rows_, parts_, sums_, values_, staged_choices_, staged_rows_, staged_parts_,
+        memberships_, masked_, firsts_, own_heartbeats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "core/args.h"
 #include "core/function.h"
@@ -41,9 +40,7 @@ EP_HD Outputs outputs_of(const DispatchArgs& args) {
 EP_HD Outputs outputs_of(const CombineArgs& args) {
     const size_t tokens = args.layout.num_tokens;
     return {{{args.y, tokens * args.format.payload_bytes},
-             {args.y_weights, tokens * args.format.topk * args.format.weight_bytes},
-             {nullptr, 0},
-             {nullptr, 0}},
+             {args.y_weights, tokens * args.format.topk * args.format.weight_bytes}},
             nullptr};
 }
 
@@ -62,17 +59,8 @@ EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
 EP_HD Outputs outputs_of(const LowLatencyCombineArgs& args) {
     const size_t tokens = args.num_tokens;
     return {{{args.y, tokens * args.format.payload_bytes},
-             {args.y_values, tokens * args.format.topk * args.format.weight_bytes},
-             {nullptr, 0},
-             {nullptr, 0}},
+             {args.y_values, tokens * args.format.topk * args.format.weight_bytes}},
             nullptr};
-}
-
-template <class Args>
-std::vector<Outputs> outputs_of(const std::vector<Args>& args) {
-    std::vector<Outputs> all;
-    for (const Args& a : args) all.push_back(outputs_of(a));
-    return all;
 }
 
 }  // namespace ep

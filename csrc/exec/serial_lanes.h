@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "exec/warp.h"
+
 namespace ep {
 
 // Lanes that one thread runs one after the other, for warps on the host and in virtual time.
@@ -61,6 +63,14 @@ struct SerialLanes {
         for (int bit = 0; bit < 32; ++bit)
             turned[bit] = ballot(32, [&](int lane) { return bits[lane] >> bit & 1; });
         bits = turned;
+    }
+
+    // Gathers the values of the lanes in the mask; returns how many.
+    template <class Out, class T>
+    static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
+        int count = 0;
+        for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
+        return count;
     }
 
     static int exclusive_scan(int count, PerLane<int>& values) {

@@ -40,9 +40,9 @@ enum class CacheHint { Keep, EvictFirst };
 //                                    does not wait
 //   wait_all(wait, count, need)      waits until it is met in all lanes
 //   wait_any(wait, count, need)      waits until it is met in some; returns these lanes
-//   wait_a_while(wait, count, need, ns)
+//   wait_any_for(wait, count, need, ns)
 //                                    waits until it is met in some, for `ns` at most -> Waited
-//   age()                            nanoseconds since begin_half, or since the launch
+//   elapsed()                            nanoseconds since begin_half, or since the launch
 //   begin_half(role)                 this warp's role from now on; its waits share a deadline
 //   fail(outcome, wait, need)        records an incident and ends the waits of all ranks; with
 //                                    Outcome::CutOff those of this rank alone
@@ -80,7 +80,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   arrive<Scope>(counter, n = 1)    adds n and returns the old value: after all that the warp did
 //                                    before, and what it does next comes after earlier arrivals
 //   take_number(counter)             called by one lane: the same on a counter of this rank, with 1
-//   let_next_launch_come()           called by every warp that waits for no other rank any more: a
+//   launch_dependents()           called by every warp that waits for no other rank any more: a
 //                                    GPU may begin the next launch, which waits for this one's end
 //   compare_exchange<Scope>(word, from, to)
 //                                    called by one lane: stores `to` if the word is `from`. An
@@ -92,6 +92,10 @@ enum class CacheHint { Keep, EvictFirst };
 // How a wait with a time limit has ended. Badly: the role must return.
 enum class Waited { Met, Over, Badly };
 
+// A value of each lane of a warp.
+template <class W, class T>
+using PerLane = typename W::template PerLane<T>;
+
 // Takes the place of a lambda, which nvcc does not accept in a concept.
 struct PublishNothing {
     template <class Store>
@@ -99,62 +103,61 @@ struct PublishNothing {
 };
 
 template <class W>
-concept WarpLike = requires(
-    W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src, size_t bytes,
-    void (*step)(int), bool (*test)(int), WaitCondition (*need)(int),
-    typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
-    typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
-    typename W::template PerLane<float>& weights) {
-    { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
-    { warp.last_of(1, ints) } -> std::same_as<uint32_t>;
-    warp.match(1, ints, masks);
-    { W::kLanesAtOnce } -> std::convertible_to<int>;
-    { warp.broadcast(ints, 0) } -> std::same_as<int>;
-    { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
-    { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
-    { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
-    { warp.wait_a_while(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
-    { warp.met(1, need) } -> std::same_as<bool>;
-    { warp.ballot(1, test) } -> std::same_as<uint32_t>;
-    warp.fail(Outcome::Mismatch, Wait::NvlRow, WaitCondition{});
-    warp.lanes(1, step);
-    warp.template copy<CacheHint::Keep>(dst, src, bytes);
-    warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
-    warp.template copy_each<CacheHint::EvictFirst>(dsts, srcs, uint32_t{1}, bytes);
-    warp.template stage<CacheHint::EvictFirst>(src, bytes);
-    warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, uint32_t{1}, bytes);
-    warp.template weighted_sum<float, CacheHint::EvictFirst>(dst, srcs, weights, uint32_t{1},
-                                                             bytes);
-    warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
-    warp.zero(dst, bytes);
-    warp.template publish<Scope::System>(flag, uint64_t{1});
-    warp.template publish_lanes<Scope::System>(1, PublishNothing{});
-    warp.template credit<Scope::System>(flag, uint64_t{1});
-    warp.template credit_lanes<Scope::System>(1, PublishNothing{});
-    { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
-    { warp.age() } -> std::same_as<uint64_t>;
-    warp.begin_half(Role::LowLatencyReceiver);
-    W::raise(flag, uint64_t{1});
-    W::add(count, 1);
-    { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
-    W::let_next_launch_come();
-    { W::take_number(flag) } -> std::same_as<uint64_t>;
-    W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
-};
+concept WarpLike =
+    requires(W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src, size_t bytes,
+             void (*step)(int), bool (*test)(int), WaitCondition (*need)(int),
+             PerLane<W, int>& ints, PerLane<W, uint32_t>& masks, PerLane<W, void*>& dsts,
+             PerLane<W, const void*>& srcs, PerLane<W, float>& weights) {
+        { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+        { warp.last_of(1, ints) } -> std::same_as<uint32_t>;
+        warp.match(1, ints, masks);
+        { W::kLanesAtOnce } -> std::convertible_to<int>;
+        { warp.broadcast(ints, 0) } -> std::same_as<int>;
+        { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
+        { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
+        { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+        { warp.wait_any_for(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
+        { warp.met(1, need) } -> std::same_as<bool>;
+        { warp.ballot(1, test) } -> std::same_as<uint32_t>;
+        warp.fail(Outcome::Mismatch, Wait::NvlRow, WaitCondition{});
+        warp.lanes(1, step);
+        warp.template copy<CacheHint::Keep>(dst, src, bytes);
+        warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
+        warp.template copy_each<CacheHint::EvictFirst>(dsts, srcs, uint32_t{1}, bytes);
+        warp.template stage<CacheHint::EvictFirst>(src, bytes);
+        warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, uint32_t{1}, bytes);
+        warp.template weighted_sum<float, CacheHint::EvictFirst>(dst, srcs, weights, uint32_t{1},
+                                                                 bytes);
+        warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
+        warp.zero(dst, bytes);
+        warp.template publish<Scope::System>(flag, uint64_t{1});
+        warp.template publish_lanes<Scope::System>(1, PublishNothing{});
+        warp.template credit<Scope::System>(flag, uint64_t{1});
+        warp.template credit_lanes<Scope::System>(1, PublishNothing{});
+        { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+        { warp.elapsed() } -> std::same_as<uint64_t>;
+        warp.begin_half(Role::LowLatencyReceiver);
+        W::raise(flag, uint64_t{1});
+        W::add(count, 1);
+        { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
+        W::launch_dependents();
+        { W::take_number(flag) } -> std::same_as<uint64_t>;
+        W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
+    };
 
 // The lines of a row to receive.
 struct LineSource {
     char* slot;        // the row's first line, in memory of this rank
     uint64_t tag;      // that they must have
     int rank;          // rank that stores them
-    uint64_t* waited;  // raised to the age at which they arrived, if it had to wait; or null
+    uint64_t* waited;  // raised to the time after which they arrived, if it had to wait; or null
 };
 
 // Rows of lines that are summed once they arrive, one per lane in the mask.
 template <class W>
 struct RowsToSum {
-    typename W::template PerLane<const char*> slot;
-    typename W::template PerLane<int> rank;  // rank that stores it
+    PerLane<W, const char*> slot;
+    PerLane<W, int> rank;  // rank that stores it
     uint32_t mask;
     uint64_t tag;  // that all lines must have
 };
@@ -184,11 +187,10 @@ struct Unweighted {};
 template <class W>
 concept LinesWarpLike =
     WarpLike<W> &&
-    requires(W& warp, uint64_t* word, typename W::template PerLane<uint32_t>& masks,
-             const char* src, size_t bytes, const Lines& lines, const LineSource& source,
-             const ScalePlan& plan, const typename W::template PerLane<char*>& rows, char* slot,
-             const typename W::template PerLane<const char*>& srcs,
-             const typename W::template PerLane<float>& weights, const RowsToSum<W>& sum) {
+    requires(W& warp, uint64_t* word, PerLane<W, uint32_t>& masks, const char* src, size_t bytes,
+             const Lines& lines, const LineSource& source, const ScalePlan& plan,
+             const PerLane<W, char*>& rows, char* slot, const PerLane<W, const char*>& srcs,
+             const PerLane<W, float>& weights, const RowsToSum<W>& sum) {
         warp.transpose(masks);
         W::store_word(word, uint64_t{1});
         { W::load_word(word) } -> std::same_as<uint64_t>;

@@ -98,10 +98,9 @@ struct FirstChannel {
 //                              flag from from[lane]
 template <class F, class W>
 concept ReachesAllRanks =
-    FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to,
-                                 typename W::template PerLane<int>& ranks,
-                                 typename W::template PerLane<size_t>& offsets,
-                                 typename W::template PerLane<uint64_t>& numbers) {
+    FabricLike<F, W> &&
+    requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to, PerLane<W, int>& ranks,
+             PerLane<W, size_t>& offsets, PerLane<W, uint64_t>& numbers) {
         { F::kKeepsLines } -> std::convertible_to<bool>;
         { fabric.maps(0) } -> std::same_as<bool>;
         fabric.put_each(warp, uint32_t{1}, ranks, FirstChannel{}, offset, offsets, offset);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <atomic>
-#include <cstring>
 #include <vector>
 
 #include "core/topology.h"
@@ -72,9 +70,8 @@ class HostFabric {
     }
 
     template <class W, class ChannelOf>
-    void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
-                  ChannelOf&& channel_of, size_t dst,
-                  const typename W::template PerLane<size_t>& src, size_t bytes) {
+    void put_each(W& warp, uint32_t lanes, const PerLane<W, int>& rank, ChannelOf&& channel_of,
+                  size_t dst, const PerLane<W, size_t>& src, size_t bytes) {
         for_each_lane(lanes, [&](int lane) {
             const int to = warp.broadcast(rank, lane);
             put_to(warp, channel_of(to), to, dst, warp.broadcast(src, lane), bytes);
@@ -83,7 +80,7 @@ class HostFabric {
 
     template <class W, class ChannelOf>
     void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
-                     const typename W::template PerLane<uint64_t>& from, uint64_t to) {
+                     const PerLane<W, uint64_t>& from, uint64_t to) {
         for_each_lane(ranks, [&](int lane) {
             signal_to(warp, channel_of(first + lane), first + lane, flag, from[lane], to);
         });

@@ -33,7 +33,7 @@ EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, in
 // once it has waited for all of them. A call number would not do instead: a graph replays a call
 // with the same number.
 template <class F>
-EP_FN void forget_sums(const Rings<F>& rings, const CombineArgs& args, int rank) {
+EP_FN void reset_sums(const Rings<F>& rings, const CombineArgs& args, int rank) {
     for (int part = 0; args.sums && part < args.sum_warps; ++part)
         rings.to_rank(rank).summed[part] = 0;
 }
@@ -57,8 +57,8 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     const int count = lanes_from(first, args.other_ranks(), max_count);
     if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
         return;
-    typename W::template PerLane<int> dst_row, following;
-    typename W::template PerLane<uint64_t> weight;
+    PerLane<W, int> dst_row, following;
+    PerLane<W, uint64_t> weight;
     auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
     auto serve = [&](const ReadyBatch& batch) {
         if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;
@@ -95,7 +95,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
         warp.lanes(lanes_from(i, count), [&](int lane) {
             const int rank = args.other_rank(first + i + lane);
             const OutCursor& out = rings.to_rank(rank);
-            if (out.next == out.end) forget_sums(rings, args, rank);
+            if (out.next == out.end) reset_sums(rings, args, rank);
         });
     }
 }
@@ -112,9 +112,9 @@ struct NodeSums {
     const int node;
     const RowFormat& format = args.format;
     uint64_t next = rings.rdma_out(node).next;
-    typename W::template PerLane<int> expert, peer;
-    typename W::template PerLane<uint64_t> taken, tag;
-    typename W::template PerLane<const void*> part;
+    PerLane<W, int> expert, peer;
+    PerLane<W, uint64_t> taken, tag;
+    PerLane<W, const void*> part;
 
     EP_FN WaitCondition arrived(int lane) {
         if (peer[lane] < 0) return nothing_to_wait_for();
@@ -190,7 +190,7 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     const int count = lanes_from(first, args.other_nodes(), max_count);
     if (!has_room_for_rail(warp, args, channel, first, count)) return;
     if (!open_rdma_rings(warp, rings, first, count)) return;
-    typename W::template PerLane<int> left, lacks;
+    PerLane<W, int> left, lacks;
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.rail(channel, args.other_node(first + lane));
         lacks[lane] = kLacksNothing;
@@ -214,8 +214,7 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             const int node = args.other_node(first + of_node);
             const int rows_left = warp.broadcast(left, of_node);
             const int max_rows = rows_left < args.nvl_batch ? rows_left : args.nvl_batch;
-            const int64_t start = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
-                                  args.layout.rail(channel, node) - rows_left;
+            const int64_t start = args.layout.rail_end(channel, node) - rows_left;
             int lack = kLacksNothing;
             const int rows =
                 NodeSums<T, W, F>{warp, rings, args, node}.forward(start, max_rows, lack);

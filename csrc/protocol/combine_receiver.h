@@ -48,7 +48,7 @@ EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
 // receiver does, in its slot of the ring that carries no rows.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
-                             int64_t received, const typename W::template PerLane<int>& dst_row) {
+                             int64_t received, const PerLane<W, int>& dst_row) {
     const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
     if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
     char* sum = rings.nvl_own_slot(receiver) + args.format.payload();
@@ -59,10 +59,10 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
 // Puts a token's biases before its partial sums in `part`. Returns the lanes of both.
 template <WarpLike W>
 EP_FN uint32_t add_biases(W& warp, const CombineArgs& args, int token,
-                          typename W::template PerLane<const void*>& part, uint32_t sources) {
+                          PerLane<W, const void*>& part, uint32_t sources) {
     const int biases = args.num_biases();
     const size_t offset = static_cast<size_t>(token) * args.format.payload_bytes;
-    typename W::template PerLane<const void*> addends;
+    PerLane<W, const void*> addends;
     warp.lanes(biases, [&](int lane) { addends[lane] = args.bias[lane] + offset; });
     for_each_lane(sources, [&](int from) {
         const void* row = warp.broadcast(part, from);
@@ -74,49 +74,50 @@ EP_FN uint32_t add_biases(W& warp, const CombineArgs& args, int token,
     return sources << biases | ((uint32_t{1} << biases) - 1);
 }
 
-// One of a channel's receivers. kAlone: the only one. It has no order to keep, and the registers
-// which that takes would slow down its sums.
+// One of a channel's receivers, at one of its tokens. kAlone: the only receiver. It has no order to
+// keep, and the registers which that takes would slow down its sums.
 template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
-EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
-                          int receivers) {
+struct TokenReceiver {
+    W& warp;
+    const Rings<F>& rings;
+    const CombineArgs& args;
+    const int receiver, first;  // the channel's first token
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
-    const int own_node = args.node(), channel = rings.channel;
-    const int first = args.layout.first_token(args.rank, channel),
-              end = args.layout.first_token(args.rank, channel + 1);
-    if (first + receiver >= end) return;
-    typename W::template PerLane<int> expert, following;
-    // Source of each k's row: a local rank, or ranks_per_node + another node.
-    typename W::template PerLane<int> source;
-    typename W::template PerLane<int> dst_row, following_dst_row;  // of rows of this rank's experts
-    typename W::template PerLane<uint64_t> next;                   // position in each ring
-    typename W::template PerLane<uint64_t> tag;                    // of each row from a ring
-    typename W::template PerLane<const void*> part;
-    auto is_own = [&](int source) { return source == args.local(); };
-    auto is_local = [&](int source) { return source < topology.ranks_per_node; };
-    auto node_of = [&](int source) { return source - topology.ranks_per_node; };
-    auto ring_of = [&](int source) -> InCursor& {
-        return is_local(source) ? rings.nvl_in(own_node, source) : rings.rdma_in(node_of(source));
-    };
-    auto read_experts = [&](int token) {
-        warp.lanes(format.topk,
-                   [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
-    };
+    const int own_node = args.node();
     ReceiverOrder& order = receiver_order(rings);
-    const uint64_t before = order.before;
-    auto reached = [&](uint64_t& tokens, int token) {
-        return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
-                             args.rank};
-    };
-    const int64_t first_received = args.layout.received_start(channel, args.rank);
+    const uint64_t before = order.before;  // tokens of earlier calls
+    const int64_t first_received = args.layout.received_start(rings.channel, args.rank);
     int64_t received = first_received;
     int batch = 0;  // tokens since free slots were published
-    if constexpr (kAlone) read_dst_rows(warp, args, received, following_dst_row);
-    read_experts(first + receiver);
-    for (int token = first + receiver; token < end; token += receivers) {
-        expert = following;
-        if (token + receivers < end) read_experts(token + receivers);
-        // Where the token's partial sums come from: this rank, local ranks, other nodes.
+    PerLane<W, int> expert;
+    // Source of each k's row: a local rank, or ranks_per_node + another node.
+    PerLane<W, int> source;
+    PerLane<W, int> dst_row, following_dst_row;  // of rows of this rank's experts
+    PerLane<W, uint64_t> next;                   // position in each ring
+    PerLane<W, uint64_t> tag;                    // of each row from a ring
+    PerLane<W, const void*> part;
+    uint32_t sources, own, others;  // lanes with a partial sum, of this rank, of others
+    const char* own_sum;            // over this rank's experts
+
+    EP_FN TokenReceiver(W& w, const Rings<F>& r, const CombineArgs& a, int number, int first_token)
+        : warp(w), rings(r), args(a), receiver(number), first(first_token) {
+        if constexpr (kAlone) read_dst_rows(warp, args, received, following_dst_row);
+    }
+
+    EP_FN bool is_own(int from) const { return from == args.local(); }
+    EP_FN bool is_local(int from) const { return from < topology.ranks_per_node; }
+    EP_FN int node_of(int from) const { return from - topology.ranks_per_node; }
+    EP_FN InCursor& ring_of(int from) const {
+        return is_local(from) ? rings.nvl_in(own_node, from) : rings.rdma_in(node_of(from));
+    }
+    EP_FN WaitCondition reached(uint64_t& tokens, int token) const {
+        return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
+                             args.rank};
+    }
+
+    // Finds where the token's partial sums come from: this rank, local ranks, other nodes.
+    EP_FN void find_sources() {
         warp.lanes(format.topk, [&](int lane) {
             const int rank = expert[lane] < 0 ? -1 : expert[lane] / args.layout.local_experts();
             const int node = rank < 0 ? -1 : topology.node_of(rank);
@@ -124,69 +125,81 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                            : node == own_node ? topology.local_of(rank)
                                               : topology.ranks_per_node + node;
         });
-        const uint32_t sources = warp.last_of(format.topk, source);
-        const uint32_t own = warp.ballot(
-            format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
-        const uint32_t others = sources & ~own;
+        sources = warp.last_of(format.topk, source);
+        own = warp.ballot(format.topk,
+                          [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
+        others = sources & ~own;
+    }
 
-        // Take up: find the slots of the rows. A lone receiver reads them from the rings' cursors.
-        if constexpr (!kAlone) {
-            const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
-            if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;
-            if (token == first) open_in_rings(warp, rings);
-            received = first_received + static_cast<int64_t>(order.own_rows);
-            warp.lanes(format.topk, [&](int lane) {
-                if (source[lane] >= 0 && !is_own(source[lane]))
-                    next[lane] = ring_of(source[lane]).taken_up;
-            });
-            warp.lanes(format.topk, [&](int lane) {
-                if (others >> lane & 1) ring_of(source[lane]).taken_up = next[lane] + 1;
-                if (own >> lane & 1) order.own_rows = received + 1 - first_received;
-            });
-            warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);
-        }
+    // Finds the slots of the rows. A lone receiver reads them from the rings' cursors later.
+    EP_FN bool take_up(int token) {
+        if constexpr (kAlone) return true;
+        const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
+        if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return false;
+        if (token == first) open_in_rings(warp, rings);
+        received = first_received + static_cast<int64_t>(order.own_rows);
+        warp.lanes(format.topk, [&](int lane) {
+            if (source[lane] >= 0 && !is_own(source[lane]))
+                next[lane] = ring_of(source[lane]).taken_up;
+        });
+        warp.lanes(format.topk, [&](int lane) {
+            if (others >> lane & 1) ring_of(source[lane]).taken_up = next[lane] + 1;
+            if (own >> lane & 1) order.own_rows = received + 1 - first_received;
+        });
+        warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);
+        return true;
+    }
 
-        // The sum over this rank's own experts.
-        const char* own_sum = nullptr;
-        if (own) {
-            if constexpr (kAlone) {  // a lone receiver knows its next row
-                dst_row = following_dst_row;
-                read_dst_rows(warp, args, received + 1, following_dst_row);
-            } else {
-                read_dst_rows(warp, args, received, dst_row);
-            }
-            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);
+    EP_FN void sum_own() {
+        own_sum = nullptr;
+        if (!own) return;
+        if constexpr (kAlone) {  // a lone receiver knows its next row
+            dst_row = following_dst_row;
+            read_dst_rows(warp, args, received + 1, following_dst_row);
+        } else {
+            read_dst_rows(warp, args, received, dst_row);
         }
-        // Wait for the others' rows. If some are missing, wait until they arrive or this token is
-        // the next to be freed: then the heads may be published before the receiver waits on.
-        auto arrived = [&](int lane) {
-            if (source[lane] < 0) return nothing_to_wait_for();
-            if (is_own(source[lane])) {
-                if (!args.sums) return nothing_to_wait_for();
-                const int part = args.sum_warp_of(static_cast<int>(received - 1 - first_received));
-                return sums_done<W>(rings, args, args.rank, part, received);
-            }
-            // A lone receiver reads the cursor here, before the flag.
-            if constexpr (kAlone) next[lane] = ring_of(source[lane]).next;
-            return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
-                                          : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
-        };
-        auto may_free = [&](int) { return reached(order.freed, token); };
-        bool here = warp.met(format.topk, arrived);
+        own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);
+    }
+
+    EP_FN WaitCondition arrived(int lane) {
+        if (source[lane] < 0) return nothing_to_wait_for();
+        if (is_own(source[lane])) {
+            if (!args.sums) return nothing_to_wait_for();
+            const int warp_of_sum =
+                args.sum_warp_of(static_cast<int>(received - 1 - first_received));
+            return sums_done<W>(rings, args, args.rank, warp_of_sum, received);
+        }
+        // A lone receiver reads the cursor here, before the flag.
+        if constexpr (kAlone) next[lane] = ring_of(source[lane]).next;
+        return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
+                                      : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
+    }
+    EP_FN WaitCondition may_free(int token) const { return reached(order.freed, token); }
+
+    // Waits for the others' rows. If some are missing, waits until they arrive or this token is the
+    // next to be freed: then the heads may be published before the receiver waits on.
+    EP_FN bool wait_for_rows(int token) {
+        const auto has_arrived = [&](int lane) { return arrived(lane); };
+        bool here = warp.met(format.topk, has_arrived);
         if (!here && !kAlone) {
             const auto arrived_or_next = [&](int lane) {
-                return is_met(may_free(lane)) ? nothing_to_wait_for() : arrived(lane);
+                return is_met(may_free(token)) ? nothing_to_wait_for() : arrived(lane);
             };
-            if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_next)) return;
-            here = warp.met(format.topk, arrived);
+            if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_next)) return false;
+            here = warp.met(format.topk, has_arrived);
         }
         // A lone receiver publishes free slots here, while rows are in flight.
         if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
             batch = 0;
         }
-        if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
-        // Sum, and pass on the gradients of weights that came with the rows.
+        return here || warp.wait_all(Wait::PartialRow, format.topk, has_arrived);
+    }
+
+    // Sums the rows, and passes on the gradients of weights that came with them. Returns false if a
+    // row is not of this call.
+    EP_FN bool add_rows(int token) {
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
             if (source[lane] >= 0 && is_own(source[lane])) {
@@ -210,15 +223,19 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             return is_local(from) ? rings.rank_at(own_node, from)
                                   : rings.rank_at(node_of(from), args.local());
         };
-        if (!belong_to_call(warp, rings, others, tag, rank_of)) return;
+        if (!belong_to_call(warp, rings, others, tag, rank_of)) return false;
         const uint32_t addends =
             args.bias[0] ? add_biases(warp, args, token, part, sources) : sources;
         warp.template sum<T, CacheHint::Keep>(
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, addends,
             format.payload_bytes / sizeof(T));
+        return true;
+    }
 
-        // Free the slots, in the order of the tokens.
-        if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;
+    // Frees the slots, in the order of the tokens.
+    EP_FN bool free_slots(int token, bool is_last) {
+        const auto is_next = [&](int) { return may_free(token); };
+        if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, is_next)) return false;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(others >> lane & 1)) return;
             if (is_local(source[lane])) {
@@ -228,14 +245,38 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             }
         });
         const int freed = token - first + 1;
-        const bool is_last = token + 1 == end;
         if (is_last || (!kAlone && freed % args.nvl_batch == 0))
             publish_heads(warp, rings, own_node);
-        if (is_last) warp.lanes(1, [&](int) { forget_sums(rings, args, args.rank); });
+        if (is_last) warp.lanes(1, [&](int) { reset_sums(rings, args, args.rank); });
         if constexpr (!kAlone) {
             if (is_last) warp.lanes(1, [&](int) { order.before = before + freed; });
             warp.template publish<Scope::Rank>(&order.freed, before + freed);
         }
+        return true;
+    }
+};
+
+template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
+EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
+                          int receivers) {
+    const int first = args.layout.first_token(args.rank, rings.channel),
+              end = args.layout.first_token(args.rank, rings.channel + 1);
+    if (first + receiver >= end) return;
+    TokenReceiver<T, kWeighted, kAlone, W, F> one(warp, rings, args, receiver, first);
+    PerLane<W, int> following;
+    auto read_experts = [&](int token) {
+        warp.lanes(args.format.topk,
+                   [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
+    };
+    read_experts(first + receiver);
+    for (int token = first + receiver; token < end; token += receivers) {
+        one.expert = following;
+        if (token + receivers < end) read_experts(token + receivers);
+        one.find_sources();
+        if (!one.take_up(token)) return;
+        one.sum_own();
+        if (!one.wait_for_rows(token) || !one.add_rows(token)) return;
+        if (!one.free_slots(token, token + 1 == end)) return;
     }
 }
 

@@ -32,10 +32,9 @@ struct RailCounts {
 // Calls forward(lane, from, to) when it has moved by `chunk` or more (fewer at the end).
 template <WarpLike W, class Cursor, class Forward>
 EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank,
-                  typename W::template PerLane<uint64_t>& done,
-                  const typename W::template PerLane<uint64_t>& end, Cursor&& cursor,
+                  PerLane<W, uint64_t>& done, const PerLane<W, uint64_t>& end, Cursor&& cursor,
                   Forward&& forward) {
-    typename W::template PerLane<uint64_t> moved;
+    PerLane<W, uint64_t> moved;
     while (warp.ballot(count, [&](int lane) { return done[lane] != end[lane]; })) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
             if (done[lane] == end[lane]) return never();
@@ -75,7 +74,7 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
                               const RailCounts& counts, int channel, int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const int count = lanes_from(first_node, args.topology().nodes);
-    typename W::template PerLane<uint64_t> put{}, end{};
+    PerLane<W, uint64_t> put{}, end{};
     warp.lanes(count, [&](int lane) {
         put[lane] = rings.rdma_out(first_node + lane).published;
         end[lane] = put[lane] + counts.put(channel, first_node + lane);
@@ -97,18 +96,19 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args,
                                  const RailCounts& counts, int channel, int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const int count = lanes_from(first_node, args.topology().nodes);
-    typename W::template PerLane<uint64_t> told{}, end{};
+    PerLane<W, uint64_t> credited{}, end{};
     warp.lanes(count, [&](int lane) {
-        told[lane] = rings.rdma_in(first_node + lane).published;
-        end[lane] = told[lane] + counts.taken(channel, first_node + lane);
+        credited[lane] = rings.rdma_in(first_node + lane).published;
+        end[lane] = credited[lane] + counts.taken(channel, first_node + lane);
     });
     auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
-    auto tell = [&](int lane, uint64_t from, uint64_t to) {
+    auto credit = [&](int lane, uint64_t from, uint64_t to) {
         fabric.credit_to(warp, channel, args.on_rail(first_node + lane),
                          args.heap.rdma_head(channel, args.node()), from, to);
     };
-    follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
-    warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });
+    follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, credited, end, taken, credit);
+    warp.lanes(count,
+               [&](int lane) { rings.rdma_in(first_node + lane).published = credited[lane]; });
 }
 
 }  // namespace ep

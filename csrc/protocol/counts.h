@@ -36,7 +36,7 @@ struct TablePlace {
 // Calls store(row, column, load(row, column)) for each place of a table.
 template <WarpLike W, class Load, class Store>
 EP_FN void move_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
-    typename W::template PerLane<Counts> counts;
+    PerLane<W, Counts> counts;
     const int count = rows * columns;
     for (int first = 0; first < count; first += Counts::kOfWarp) {
         const TablePlace distance(32, columns);
@@ -68,8 +68,8 @@ EP_FN int difference_of(int a, int b) {
 // come from other ranks. A lane has successive places: one scan over the lanes serves them all.
 template <WarpLike W, class Load, class Store>
 EP_FN int scan_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
-    typename W::template PerLane<Counts> counts;
-    typename W::template PerLane<int> before, sign;
+    PerLane<W, Counts> counts;
+    PerLane<W, int> before, sign;
     const int count = rows * columns;
     int sum = 0;
     uint32_t wrong = 0;

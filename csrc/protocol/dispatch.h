@@ -30,10 +30,9 @@ namespace ep {
 // waiting for these rows. Returns false if the wait ends badly.
 template <WarpLike W, class F>
 EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
-                      const typename W::template PerLane<int>& peer, int& batch,
-                      typename W::template PerLane<void*>& slot) {
+                      const PerLane<W, int>& peer, int& batch, PerLane<W, void*>& slot) {
     const int topk = rings.args.format.topk;
-    typename W::template PerLane<uint64_t> next;
+    PerLane<W, uint64_t> next;
     auto credit = [&](int lane) {
         if (!(lanes >> lane & 1)) return nothing_to_wait_for();
         const WaitCondition need = nvl_credit<W>(rings, node, peer[lane]);
@@ -56,10 +55,9 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
 
 // Copies one part of a row to `offset` in the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_part(W& warp, const RowFormat& format,
-                      const typename W::template PerLane<void*>& slot, uint32_t lanes,
-                      size_t offset, const char* part, size_t bytes) {
-    typename W::template PerLane<void*> to;
+EP_FN void write_part(W& warp, const RowFormat& format, const PerLane<W, void*>& slot,
+                      uint32_t lanes, size_t offset, const char* part, size_t bytes) {
+    PerLane<W, void*> to;
     warp.lanes(format.topk, [&](int lane) {
         if (lanes >> lane & 1) to[lane] = static_cast<char*>(slot[lane]) + offset;
     });
@@ -67,8 +65,8 @@ EP_FN void write_part(W& warp, const RowFormat& format,
 }
 
 template <WarpLike W>
-EP_FN void write_token(W& warp, const DispatchArgs& args,
-                       const typename W::template PerLane<void*>& slot, uint32_t lanes, int token) {
+EP_FN void write_token(W& warp, const DispatchArgs& args, const PerLane<W, void*>& slot,
+                       uint32_t lanes, int token) {
     const RowFormat& format = args.format;
     const size_t row = token;
     write_part(warp, format, slot, lanes, format.payload(), args.x + row * format.payload_bytes,
@@ -82,7 +80,7 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
 // copied now. cleared: lanes whose rows are zeroed, as `dst_rows` has no room for the arrived row.
 template <WarpLike W>
 struct OutputRows {
-    typename W::template PerLane<void*> row, scales;
+    PerLane<W, void*> row, scales;
     uint32_t written, cleared;
 };
 
@@ -97,7 +95,7 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
         args.layout.totals().overflow = 1;
         return;
     }
-    typename W::template PerLane<int> expert;  // local number
+    PerLane<W, int> expert;  // local number
     warp.lanes(format.topk, [&](int k) {
         const bool is_here = is_within(header.expert[k], first_expert, args.layout.local_experts());
         expert[k] = is_here ? header.expert[k] - first_expert : TransferArgs::kElsewhere;
@@ -127,7 +125,7 @@ EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& 
             args.source_tokens[received] = static_cast<int32_t>(header.stamp.token);
         });
     if (args.is_flat) return find_flat_row(warp, args, header, received, dst);
-    typename W::template PerLane<int> dst_row;
+    PerLane<W, int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
         dst_row[lane] = TransferArgs::kElsewhere;
         if (is_within(header.expert[lane], first_expert, layout.local_experts())) {
@@ -237,9 +235,12 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
-    if (!open_rings_of_node(warp, rings, node)) return;
-    typename W::template PerLane<int> peer;
-    typename W::template PerLane<void*> slot, to;
+    const Topology& topology = args.topology();
+    const bool opened = open_nvl_rings(warp, rings, topology.ranks_per_node,
+                                       [&](int i) { return topology.rank(node, i); });
+    if (!opened) return;
+    PerLane<W, int> peer;
+    PerLane<W, void*> slot, to;
     OutputRows<W> dst;
     const int first = args.layout.first_token(args.rank, channel),
               end = args.layout.first_token(args.rank, channel + 1);
@@ -248,8 +249,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     int batch = 0;
     bool go_on = true;
     const auto is_served = [&](int rank) {
-        return args.topology().node_of(rank) == node &&
-               !(rank == args.rank && args.has_intra_rank_pass);
+        return topology.node_of(rank) == node && !(rank == args.rank && args.has_intra_rank_pass);
     };
     for_each_token(warp, args, first, end, is_served, [&](int token, const Header<W>& header) {
         const uint32_t firsts = peers_on_node(warp, args, node, header.expert, peer);
@@ -275,8 +275,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
             return go_on = false;
         dst.written = dst.cleared = 0;
         if (writes_own) find_output_rows(warp, args, header, args.rank, received++, false, dst);
-        auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
-                             const char* part, size_t bytes) {
+        auto copy_part = [&](size_t offset, const PerLane<W, void*>& place, const char* part,
+                             size_t bytes) {
             warp.lanes(format.topk, [&](int lane) {
                 to[lane] =
                     others >> lane & 1 ? static_cast<char*>(slot[lane]) + offset : place[lane];
@@ -311,9 +311,9 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     const RowFormat& format = args.format;
     const int count = lanes_from(first, args.other_nodes(), max_count);
     if (!open_rdma_rings(warp, rings, first, count)) return;
-    typename W::template PerLane<int> node;
-    typename W::template PerLane<uint64_t> next;
-    typename W::template PerLane<void*> slot;
+    PerLane<W, int> node;
+    PerLane<W, uint64_t> next;
+    PerLane<W, void*> slot;
     bool has_written = false;
     auto publish = [&] {
         if (!has_written) return;
@@ -356,9 +356,7 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
 template <WarpLike W>
 EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int first, int count) {
     auto end_of = [&](int lane) {
-        const int node = args.other_node(first + lane);
-        return static_cast<int64_t>(args.layout.rail_start(channel, node)) +
-               args.layout.rail(channel, node);
+        return args.layout.rail_end(channel, args.other_node(first + lane));
     };
     const uint32_t over =
         warp.ballot(count, [&](int lane) { return end_of(lane) > args.max_rail; });
@@ -385,8 +383,8 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
                              i % topology.ranks_per_node);
     });
     if (!opened) return;
-    typename W::template PerLane<int> left, peer;
-    typename W::template PerLane<void*> slot;
+    PerLane<W, int> left, peer;
+    PerLane<W, void*> slot;
     Header<W> header;
     const size_t body_bytes = format.slot_bytes() - format.payload();  // includes the scales
     warp.lanes(count, [&](int lane) {
@@ -399,9 +397,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     };
     auto serve = [&](int lane, uint64_t next, int rows) {
         const int node = args.other_node(first + lane);
-        const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
-                            args.layout.rail(channel, node);
-        const int64_t start = end - warp.broadcast(left, lane);
+        const int64_t start = args.layout.rail_end(channel, node) - warp.broadcast(left, lane);
         int batch = 0;
         for (int i = 0; i < rows; ++i) {
             const char* source = rings.rdma_in_slot(node, next);

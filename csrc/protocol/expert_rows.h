@@ -11,7 +11,7 @@ namespace ep {
 // flat row is its own expert row, for k = 0.
 template <WarpLike W>
 EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
-                         typename W::template PerLane<int>& dst_row) {
+                         PerLane<W, int>& dst_row) {
     if (args.is_flat) {
         warp.lanes(args.format.topk, [&](int k) {
             dst_row[k] = k == 0 && received < args.max_rows ? static_cast<int>(received)
@@ -36,12 +36,11 @@ EP_FN uint64_t weight_of(const CombineArgs& args, int64_t received, int k, int d
 // The expert rows of one arrived row, and the factor of each in their sum.
 template <class T, bool kWeighted, WarpLike W>
 struct ExpertRows {
-    typename W::template PerLane<const void*> row;
-    typename W::template PerLane<Accumulator<T>> weight;
+    PerLane<W, const void*> row;
+    PerLane<W, Accumulator<T>> weight;
     uint32_t lanes;
 
-    EP_FN ExpertRows(W& warp, const CombineArgs& args,
-                     const typename W::template PerLane<int>& dst_row) {
+    EP_FN ExpertRows(W& warp, const CombineArgs& args, const PerLane<W, int>& dst_row) {
         const int topk = args.format.topk;
         warp.lanes(topk, [&](int k) {
             if (dst_row[k] < 0) return;

@@ -3,7 +3,6 @@
 #include "core/args.h"
 #include "exec/warp.h"
 #include "protocol/combine.h"
-#include "protocol/dispatch.h"
 #include "protocol/expert_rows.h"
 
 namespace ep {
@@ -38,7 +37,7 @@ struct KnownRows {
 template <WarpLike W, class F>
 EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, int part, int parts,
                     F&& f) {
-    typename W::template PerLane<int> dst_row, following;
+    PerLane<W, int> dst_row, following;
     read_dst_rows(warp, args, rows.row(part), following);
     for (int64_t i = part; i < rows.count; i += parts) {
         dst_row = following;
@@ -51,7 +50,7 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
 template <WarpLike W>
 EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<void*> to;
+    PerLane<W, void*> to;
     const KnownRows rows_of_others(args);
     for_rows(warp, args, rows_of_others, part, parts, [&](const auto& dst_row) {
         const uint32_t all = warp.ballot(format.topk, [&](int k) { return dst_row[k] >= 0; });
@@ -123,7 +122,7 @@ EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel,
     const Rings<F> rings{fabric, args, channel};
     const int64_t first = args.layout.received_start(channel, rank);
     const int count = args.layout.received(channel, rank);
-    typename W::template PerLane<int> dst_row, following;
+    PerLane<W, int> dst_row, following;
     uint64_t* summed = &rings.to_rank(rank).summed[part];
     read_dst_rows(warp, args, first + part, following);
     for (int i = part, done = 0; i < count; i += args.sum_warps) {

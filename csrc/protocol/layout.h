@@ -23,7 +23,7 @@ EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& 
     const Layout& layout = args.layout;
     const int end = layout.even_first_token(args.rank, channel + 1),
               max_count = tokens_at_once<W>(layout);
-    typename W::template PerLane<T> value, following;
+    PerLane<W, T> value, following;
     auto lanes_at = [&](int token) { return lanes_from(token, end, max_count) * layout.topk; };
     auto read_at = [&](int token) {
         const size_t first = static_cast<size_t>(token) * layout.topk;
@@ -40,9 +40,8 @@ EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& 
 
 // Adds 1 to counts[key[lane]] for every lane whose key is >= 0.
 template <WarpLike W>
-EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
-                      int32_t* counts) {
-    typename W::template PerLane<uint32_t> equal;
+EP_FN void count_keys(W& warp, int lanes, const PerLane<W, int>& key, int32_t* counts) {
+    PerLane<W, uint32_t> equal;
     warp.match(lanes, key, equal);
     warp.lanes(lanes, [&](int lane) {
         if (equal[lane] && lowest_lane(equal[lane]) == lane)
@@ -53,9 +52,9 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
 // Does the same and returns in before[lane] how often the lane's key came earlier: its count so far
 // plus the lower lanes with the same key.
 template <WarpLike W>
-EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
-                      int32_t* counts, typename W::template PerLane<int>& before) {
-    typename W::template PerLane<uint32_t> equal;
+EP_FN void count_keys(W& warp, int lanes, const PerLane<W, int>& key, int32_t* counts,
+                      PerLane<W, int>& before) {
+    PerLane<W, uint32_t> equal;
     warp.match(lanes, key, equal);
     warp.lanes(lanes, [&](int lane) {
         if (equal[lane]) before[lane] = counts[key[lane]] + lanes_below(equal[lane], lane);
@@ -74,7 +73,7 @@ EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     const int local_experts = args.layout.local_experts();
     for (int first = 0; first < local_experts; first += 32) {
         warp.lanes(lanes_from(first, local_experts),
-                   [&](int lane) { args.tell_expert(first + lane, -1); });
+                   [&](int lane) { args.set_expert_rows(first + lane, -1); });
     }
     warp.lanes(1, [&](int) { args.layout.totals().overflow = -1; });
 }
@@ -98,8 +97,8 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         return 0;
     clear(layout.expert_counts(channel), layout.num_experts);
 
-    using Ids = typename W::template PerLane<int64_t>;
-    typename W::template PerLane<int> expert, rank, node, key;
+    using Ids = PerLane<W, int64_t>;
+    PerLane<W, int> expert, rank, node, key;
     int bad_token = 0;
     auto read_id = [&](size_t i) {
         return args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[i]
@@ -170,7 +169,7 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
 template <WarpLike W>
 EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
-    using Experts = typename W::template PerLane<int>;
+    using Experts = PerLane<W, int>;
     Experts index;
     auto read_expert = [&](size_t i) { return layout.experts(0)[i]; };
     for_some_tokens<int>(

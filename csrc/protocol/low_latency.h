@@ -60,7 +60,7 @@ struct LowLatencyCall {
             static_cast<uint32_t>(args.format.payload_type));
         add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 |
             args.format.topk);
-        if (args.layout_call) add(*args.layout_call << 32 | args.handle_age);
+        if (args.layout_call) add(*args.layout_call << 32 | args.resets_since_made);
         return number << kShapeBits | shape >> (64 - kShapeBits);
     }
 
@@ -71,14 +71,14 @@ struct LowLatencyCall {
     EP_FN const LowLatencyHeap& heap() const { return args.heap; }
     EP_FN int world() const { return args.heap.topology.world(); }
     EP_FN bool masking() const { return kMayMask<F> && heap().masking; }
+    // A word of this rank's heap.
+    EP_FN uint64_t* word(size_t offset) const { return fabric.template own<uint64_t>(offset); }
     // The word that says whether `rank` takes part in this half (see low_latency_mask.h).
     // takes_part reads it once it is decided.
     EP_FN uint64_t* membership(LowLatencyHalf half, int rank) const {
-        return fabric.template own<uint64_t>(heap().membership(half, kKind, bank, rank));
+        return word(heap().membership(half, kKind, bank, rank));
     }
-    EP_FN uint64_t* waited(int rank) const {
-        return fabric.template own<uint64_t>(heap().waited(kKind, bank, rank));
-    }
+    EP_FN uint64_t* waited(int rank) const { return word(heap().waited(kKind, bank, rank)); }
     EP_FN bool takes_part(LowLatencyHalf half, int rank) const {
         return !masking() || load_decided(membership(half, rank)) & 1;
     }
@@ -111,7 +111,7 @@ EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait,
             const uint32_t met = warp.wait_any(
                 wait, count, [&](int lane) { return missing >> lane & 1 ? need(lane) : never(); });
             if (!met) return false;
-            const uint64_t lasted = warp.age();
+            const uint64_t lasted = warp.elapsed();
             warp.lanes(count, [&](int lane) {
                 if (met >> lane & 1) W::raise(call.waited(need(lane).peer), lasted);
             });
@@ -159,14 +159,14 @@ EP_FN bool releases_last(const LowLatencyDispatch<F>& call) {
     const uint64_t last = call.number - 1;
     const int bank = static_cast<int>(last % LowLatencyHeap::kBanks);
     const size_t released = call.heap().released(call.kKind, bank, call.args.rank);
-    return last && *call.fabric.template own<uint64_t>(released) == last;
+    return last && *call.word(released) == last;
 }
 
 // Whether the choices of the dispatch before this one did so.
 template <class F>
 EP_FN bool released_last(const LowLatencyDispatch<F>& call) {
     const size_t credited = call.heap().credited(call.bank);
-    return call.previous() && *call.fabric.template own<uint64_t>(credited) != call.previous();
+    return call.previous() && *call.word(credited) != call.previous();
 }
 
 // Condition that `rank` has finished with what the previous call in this bank left there.
@@ -244,7 +244,7 @@ EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyH
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
             const int rank = first + lane;
             if (call.takes_part(half, rank)) return;
-            *call.fabric.template own<uint64_t>(call.heap().masked(rank)) = 1;
+            *call.word(call.heap().masked(rank)) = 1;
             call.args.mask.active[rank] = 0;
         });
     }
@@ -254,17 +254,15 @@ EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyH
 template <WarpLike W, class F, class Args>
 EP_FN void count_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     warp.lanes(1, [&](int) {
-        *call.fabric.template own<uint64_t>(call.heap().sent(Args::kKind)) = call.number;
+        *call.word(call.heap().sent(Args::kKind)) = call.number;
         *call.args.call = call.number;
     });
 }
 
 template <WarpLike W, class F, class Args>
 EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
-    W::let_next_launch_come();
-    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
-                 team))
-        return Ended::Well;
+    W::launch_dependents();
+    if (!is_last(warp, call.word(call.heap().send_joins(Args::kKind)), team)) return Ended::Well;
     if (call.masking()) {
         publish_all_sent(warp, call);
         note_masked(warp, call, LowLatencyHalf::Send);
@@ -280,8 +278,8 @@ EP_FN void release_bank(W& warp, const LowLatencyCall<F, Args>& call) {
     uint64_t from = call.previous();
     bool to_all = true;
     if constexpr (kChoicesRelease<F, Args>) {
-        from = *call.fabric.template own<uint64_t>(heap.credited(call.bank));
-        to_all = *call.fabric.template own<uint64_t>(heap.sent(Args::kKind)) > call.number;
+        from = *call.word(heap.credited(call.bank));
+        to_all = *call.word(heap.sent(Args::kKind)) > call.number;
     }
     credit_ranks(warp, call, heap.released(Args::kKind, call.bank, call.args.rank), from,
                  call.number, [&](int rank) {
@@ -290,18 +288,14 @@ EP_FN void release_bank(W& warp, const LowLatencyCall<F, Args>& call) {
                  });
     if constexpr (kChoicesRelease<F, Args>) {
         if (!to_all) return;
-        warp.lanes(1, [&](int) {
-            *call.fabric.template own<uint64_t>(heap.credited(call.bank)) = call.number;
-        });
+        warp.lanes(1, [&](int) { *call.word(heap.credited(call.bank)) = call.number; });
     }
 }
 
 template <WarpLike W, class F, class Args>
 EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
-    W::let_next_launch_come();
-    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
-                 team))
-        return Ended::Well;
+    W::launch_dependents();
+    if (!is_last(warp, call.word(call.heap().receive_joins(Args::kKind)), team)) return Ended::Well;
     count_waits(warp, call);
     release_bank(warp, call);
     if (call.masking()) note_masked(warp, call, LowLatencyHalf::Receive);
@@ -352,25 +346,26 @@ EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team&
     if (F::kMapsAll || !heap.staged) return;
     const int flags = row_flags<F>(heap), own = team.warp % flags;
     const Team sharing{team.warp / flags, (team.warps - own + flags - 1) / flags};
-    uint64_t* joins = call.fabric.template own<uint64_t>(heap.put_joins(Args::kKind, own));
+    uint64_t* joins = call.word(heap.put_joins(Args::kKind, own));
     if (!is_last(warp, joins, sharing)) return;
-    auto is_told = [&](int rank) {
+    auto is_signalled = [&](int rank) {
         if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) return false;
         return flags > 1 || call.masking() || puts_rows(call, rank);
     };
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
-        const uint32_t told = warp.ballot(lanes, [&](int lane) { return is_told(first + lane); });
-        if (!told) continue;
-        typename W::template PerLane<uint64_t> from;
+        const uint32_t signalled_ranks =
+            warp.ballot(lanes, [&](int lane) { return is_signalled(first + lane); });
+        if (!signalled_ranks) continue;
+        PerLane<W, uint64_t> from;
         warp.lanes(lanes, [&](int lane) {
-            if (!(told >> lane & 1)) return;
+            if (!(signalled_ranks >> lane & 1)) return;
             const size_t signalled = heap.signalled(Args::kKind, own, first + lane);
-            from[lane] = *call.fabric.template own<uint64_t>(signalled);
-            *call.fabric.template own<uint64_t>(signalled) = call.number;
+            from[lane] = *call.word(signalled);
+            *call.word(signalled) = call.number;
         });
         call.fabric.signal_each(
-            warp, first, told, [&](int rank) { return row_channel(call, own, rank); },
+            warp, first, signalled_ranks, [&](int rank) { return row_channel(call, own, rank); },
             heap.row_flag(Args::kKind, own, call.args.rank), from, call.number);
     }
 }
@@ -386,7 +381,7 @@ EP_FN WaitCondition need_put_rows(const LowLatencyCall<F, Args>& call, int numbe
 // Called only by warps that need one of these rows.
 template <WarpLike W, class F, class Args>
 EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
-                         const typename W::template PerLane<int>& rank) {
+                         const PerLane<W, int>& rank) {
     if constexpr (F::kMapsAll) return true;
     const uint32_t far = warp.ballot(
         count, [&](int lane) { return mask >> lane & 1 && !call.fabric.maps(rank[lane]); });
@@ -428,9 +423,9 @@ EP_FN void publish_tags(W& warp, const LowLatencyCall<F, Args>& call, const Piec
 // Waits for a piece of this call's rows, from rank_of(lane), in the slots of the lanes in the mask.
 template <WarpLike W, class F, class Args, class RankOf>
 EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
-                     const typename W::template PerLane<char*>& slot, int piece, RankOf&& rank_of) {
+                     const PerLane<W, char*>& slot, int piece, RankOf&& rank_of) {
     constexpr int kShapeBits = LowLatencyCall<F, Args>::kShapeBits;
-    typename W::template PerLane<uint64_t> tag;
+    PerLane<W, uint64_t> tag;
     const bool here = wait_counted(warp, call, Wait::TaggedRow, count, [&](int lane) {
         if (!(mask >> lane & 1)) return nothing_to_wait_for();
         auto* flag = reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece));
@@ -438,12 +433,12 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
         return WaitCondition{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
     });
     if (!here) return false;
-    const uint32_t strangers =
+    const uint32_t mismatches =
         warp.ballot(count, [&](int lane) { return mask >> lane & 1 && tag[lane] != call.tag; });
-    if (!strangers) return true;
-    typename W::template PerLane<int> rank;
+    if (!mismatches) return true;
+    PerLane<W, int> rank;
     warp.lanes(count, [&](int lane) { rank[lane] = mask >> lane & 1 ? rank_of(lane) : -1; });
-    const int lane = lowest_lane(strangers);
+    const int lane = lowest_lane(mismatches);
     warp.fail(Outcome::Mismatch, Wait::None,
               WaitCondition{warp.broadcast(tag, lane), call.tag, warp.broadcast(rank, lane)});
     return false;
@@ -458,8 +453,8 @@ EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team,
                           ReadBits&& read_bits, F&& f) {
     const int chunks = args.heap.chunks(), world = args.heap.topology.world();
     const int words = world * chunks;  // one lane each
-    typename W::template PerLane<uint32_t> rows;
-    typename W::template PerLane<int> before, rank, token;
+    PerLane<W, uint32_t> rows;
+    PerLane<W, int> before, rank, token;
     bool go_on = true;
     auto read = [&](int first) {
         const int lanes = lanes_from(first, words);

@@ -20,12 +20,11 @@ EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int
 
 // Writes a piece of the row of each lane in the mask to the lane's slot.
 template <WarpLike W>
-EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
-                      const typename W::template PerLane<char*>& slot, uint32_t mask,
-                      const Piece& piece, const typename W::template PerLane<int>& dst_row) {
+EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args, const PerLane<W, char*>& slot,
+                      uint32_t mask, const Piece& piece, const PerLane<W, int>& dst_row) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<void*> to{};
-    typename W::template PerLane<const void*> from{};
+    PerLane<W, void*> to{};
+    PerLane<W, const void*> from{};
     warp.lanes(format.topk, [&](int k) {
         if (!(mask >> k & 1)) return;
         if (!piece.number) write_value(args, slot[k], k, dst_row[k]);
@@ -42,10 +41,10 @@ EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
 // Writes a piece of the sum of the rows of the lanes in the mask to `slot`.
 template <class T, WarpLike W>
 EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
-                     const Piece& piece, const typename W::template PerLane<int>& dst_row) {
+                     const Piece& piece, const PerLane<W, int>& dst_row) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<const void*> part;
-    typename W::template PerLane<Accumulator<T>> weight;
+    PerLane<W, const void*> part;
+    PerLane<W, Accumulator<T>> weight;
     warp.lanes(format.topk, [&](int k) {
         const int64_t row = dst_row[k] < 0 ? 0 : dst_row[k];
         part[k] = args.x + row * format.payload_bytes + piece.first;
@@ -73,7 +72,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
-    typename W::template PerLane<int> dst_row;
+    PerLane<W, int> dst_row;
     warp.lanes(format.topk, [&](int k) { dst_row[k] = args.layout.dst_rows(source, token)[k]; });
     const uint32_t own =
         warp.ballot(format.topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
@@ -90,7 +89,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     };
     const Pieces pieces(format);
     const Piece written = near ? piece : pieces.all();
-    typename W::template PerLane<char*> slot;
+    PerLane<W, char*> slot;
     warp.lanes(format.topk, [&](int k) { slot[k] = slot_of(k); });
     if (args.sum_at_expert) {
         for_each_lane(parts, [&](int k) {
@@ -100,7 +99,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         write_rows(warp, args, slot, parts, written, dst_row);
     }
     if (near) {
-        if (!piece.number) tell_other_kind(warp, call, source, token, highest_lane(own));
+        if (!piece.number) tag_other_kind(warp, call, source, token, highest_lane(own));
         return publish_tags(warp, call, piece, parts, slot_of);
     }
     for_each_lane(parts, [&](int k) {
@@ -134,8 +133,7 @@ EP_FN bool send_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team
 // other rows make up for them.
 template <class T, WarpLike W, class F>
 EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece,
-                      typename W::template PerLane<int>& rank,
-                      typename W::template PerLane<Accumulator<T>>& weight) {
+                      PerLane<W, int>& rank, PerLane<W, Accumulator<T>>& weight) {
     const LowLatencyCombineArgs& args = call.args;
     const int topk = args.format.topk;
     const uint32_t dropped = warp.ballot(topk, [&](int k) {
@@ -164,11 +162,11 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
                      int kept) {
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
-    typename W::template PerLane<int> rank;
-    typename W::template PerLane<uint32_t> same_rank;
-    typename W::template PerLane<char*> slot;
-    typename W::template PerLane<const void*> part;
-    typename W::template PerLane<Accumulator<T>> weight;
+    PerLane<W, int> rank;
+    PerLane<W, uint32_t> same_rank;
+    PerLane<W, char*> slot;
+    PerLane<W, const void*> part;
+    PerLane<W, Accumulator<T>> weight;
     const size_t first = static_cast<size_t>(token) * format.topk;
     find_ranks_of(warp, args, token, rank);
     warp.lanes(format.topk, [&](int k) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_halves.h"
+#include "protocol/low_latency_mask.h"
 
 namespace ep {
 
@@ -30,7 +30,7 @@ EP_FN void store_value(const LowLatencyCombineArgs& args, int token, int k, uint
 // Finds the rank of each of a token's choices; -1: none.
 template <WarpLike W>
 EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
-                         typename W::template PerLane<int>& rank) {
+                         PerLane<W, int>& rank) {
     warp.lanes(args.format.topk, [&](int k) {
         const int expert = args.layout.experts(token)[k];
         rank[k] = expert < 0 ? -1 : expert / args.heap.local_experts();
@@ -40,8 +40,8 @@ EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
 // Stores a tag of this call where a rank looks that expects the other kind of sum: it fails with a
 // mismatch then, instead of waiting in vain.
 template <WarpLike W, class F>
-EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source, int token,
-                           int last_k) {
+EP_FN void tag_other_kind(W& warp, const LowLatencyCombine<F>& call, int source, int token,
+                          int last_k) {
     if constexpr (F::kKeepsLines) {
         const LowLatencyHeap& heap = call.heap();
         const int rank = call.args.rank;

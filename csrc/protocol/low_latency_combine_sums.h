@@ -12,7 +12,7 @@ namespace ep {
 // Sends the values of a token's rows.
 template <WarpLike W, class F>
 EP_FN void send_values(W& warp, const LowLatencyCombine<F>& call, int source, int token,
-                       const typename W::template PerLane<int>& dst_row) {
+                       const PerLane<W, int>& dst_row) {
     const LowLatencyCombineArgs& args = call.args;
     const int bytes = args.format.weight_bytes;
     warp.lanes(bytes ? args.format.topk : 0, [&](int k) {
@@ -31,9 +31,9 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
                         const Lines& lines) {
     const LowLatencyCombineArgs& args = call.args;
     const int topk = args.format.topk;
-    typename W::template PerLane<int> dst_row;
-    typename W::template PerLane<const char*> row;
-    typename W::template PerLane<Accumulator<T>> weight;
+    PerLane<W, int> dst_row;
+    PerLane<W, const char*> row;
+    PerLane<W, Accumulator<T>> weight;
     warp.lanes(topk, [&](int k) {
         dst_row[k] = args.layout.dst_rows(source, token)[k];
         if (dst_row[k] < 0) return;
@@ -44,7 +44,7 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
         warp.ballot(topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
     if (!lines.first) {
         send_values(warp, call, source, token, dst_row);
-        tell_other_kind(warp, call, source, token, highest_lane(own));
+        tag_other_kind(warp, call, source, token, highest_lane(own));
     }
     const uint32_t rows = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     char* slot = call.fabric.template at<char>(
@@ -70,16 +70,16 @@ EP_FN bool send_sums(W& warp, const LowLatencyCombine<F>& call, const Team& team
 // Receives the values of a token's rows.
 template <WarpLike W, class F>
 EP_FN bool receive_values(W& warp, const LowLatencyCombine<F>& call, int token,
-                          const typename W::template PerLane<int>& rank) {
+                          const PerLane<W, int>& rank) {
     const LowLatencyCombineArgs& args = call.args;
     const int topk = args.format.topk, bytes = args.format.weight_bytes;
-    typename W::template PerLane<uint64_t> value;
+    PerLane<W, uint64_t> value;
     warp.lanes(topk, [&](int k) { value[k] = 0; });
     const bool here = read_words(
         warp, call, Wait::TaggedRow, topk, bytes / 4,
         [&](int k, int half) {
             const size_t words = args.heap.value_words(call.bank, token, k);
-            return WordOf{rank[k], call.fabric.template own<uint64_t>(words) + half};
+            return WordOf{rank[k], call.word(words) + half};
         },
         [&](int k, int half, uint32_t bits) {
             value[k] |= static_cast<uint64_t>(bits) << 32 * half;
@@ -108,7 +108,7 @@ EP_FN bool sum_lines(W& warp, const LowLatencyCombine<F>& call, int token, const
     const LowLatencyCombineArgs& args = call.args;
     const int topk = args.format.topk;
     RowsToSum<W> rows;
-    typename W::template PerLane<Accumulator<T>> weight;
+    PerLane<W, Accumulator<T>> weight;
     find_ranks_of(warp, args, token, rows.rank);
     rows.mask = warp.last_of(topk, rows.rank);
     rows.tag = call.tag;

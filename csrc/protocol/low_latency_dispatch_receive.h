@@ -87,20 +87,19 @@ struct Choices {
 
 // The larger of two counts of rows, with the rank that sent it in the low half.
 EP_FN uint64_t larger_count(uint64_t most, uint32_t rows, int rank) {
-    const uint64_t told = uint64_t{rows} << 32 | static_cast<uint32_t>(rank);
-    return told > most ? told : most;
+    const uint64_t count = uint64_t{rows} << 32 | static_cast<uint32_t>(rank);
+    return count > most ? count : most;
 }
 
 // Counts in each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes
 // share the ranks if there are fewer experts than lanes. most: larger_count of a lane's loads.
 template <WarpLike W, class F>
 EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lanes,
-                         typename W::template PerLane<int>& rows,
-                         typename W::template PerLane<uint64_t>& most) {
+                         PerLane<W, int>& rows, PerLane<W, uint64_t>& most) {
     int sharing = 1;
     while (!F::kMapsAll && 2 * sharing * lanes <= 32) sharing *= 2;
     const int world = choices.call.world();
-    typename W::template PerLane<int> part;
+    PerLane<W, int> part;
     warp.lanes(sharing * lanes, [&](int lane) {
         const int expert = first + lane / sharing, own = lane % sharing;
         part[lane] = 0;
@@ -156,8 +155,7 @@ struct RowsBefore {
 // mapped they are few, and each lane counts alone; else all lanes count for each one in turn.
 template <WarpLike W, class F>
 EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
-                             const typename W::template PerLane<int>& expert,
-                             typename W::template PerLane<int>& rows) {
+                             const PerLane<W, int>& expert, PerLane<W, int>& rows) {
     if constexpr (F::kMapsAll) {
         warp.lanes(lanes, [&](int lane) {
             if (expert[lane] >= 0) rows[lane] = before.sum(expert[lane], 0, 1);
@@ -166,7 +164,7 @@ EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
     }
     const uint32_t counted = warp.ballot(lanes, [&](int lane) { return expert[lane] >= 0; });
     for_each_lane(counted, [&](int one) {
-        typename W::template PerLane<int> part;
+        PerLane<W, int> part;
         const int own = warp.broadcast(expert, one);
         warp.lanes(32, [&](int lane) { part[lane] = before.sum(own, lane, 32); });
         const int all = warp.exclusive_scan(32, part);
@@ -188,8 +186,8 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     const LowLatencyLayout& layout = args.layout;
     const int local_experts = args.heap.local_experts();
     int32_t* starts = layout.scratch(team.warp);
-    typename W::template PerLane<int> rows, start;
-    typename W::template PerLane<uint64_t> most;
+    PerLane<W, int> rows, start;
+    PerLane<W, uint64_t> most;
     int64_t total = 0;
     bool overflows = false;
     const bool for_handle = notes_starts(team);
@@ -203,10 +201,10 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
             return most[lane] >> 32 > static_cast<uint32_t>(args.heap.max_tokens);
         });
         if (wrong) {
-            const uint64_t told = warp.broadcast(most, lowest_lane(wrong));
+            const uint64_t count = warp.broadcast(most, lowest_lane(wrong));
             warp.fail(Outcome::Mismatch, Wait::Choices,
-                      WaitCondition{told >> 32, static_cast<uint64_t>(args.heap.max_tokens),
-                                    static_cast<int>(static_cast<uint32_t>(told))});
+                      WaitCondition{count >> 32, static_cast<uint64_t>(args.heap.max_tokens),
+                                    static_cast<int>(static_cast<uint32_t>(count))});
             return false;
         }
         warp.lanes(lanes, [&](int lane) {
@@ -224,7 +222,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
                 args.expert_rows
                     ? args.expert_rows
                     : static_cast<int64_t>(align_up(rows[lane], args.expert_alignment));
-            args.tell_expert(first + lane, filled);
+            args.set_expert_rows(first + lane, filled);
             if (!args.clears_weights) return;
             for (int64_t row = rows[lane]; row < filled && start[lane] + row < args.max_rows; ++row)
                 store_weight(args.recv_weights + (start[lane] + row) * bytes, 0, bytes);
@@ -262,11 +260,10 @@ EP_FN void note_present(W& warp, const Choices<F>& choices) {
 // Writes the scales of a piece of a row to its output rows: contiguous, or each word to its column.
 template <WarpLike W>
 EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
-                        const typename W::template PerLane<int>& dst_row, const char* scales,
-                        const Piece& piece) {
+                        const PerLane<W, int>& dst_row, const char* scales, const Piece& piece) {
     if (!args.scale_column) {
         const size_t bytes = args.format.scale_bytes;
-        typename W::template PerLane<void*> row{};
+        PerLane<W, void*> row{};
         warp.lanes(args.format.topk, [&](int lane) {
             if (placed >> lane & 1)
                 row[lane] = args.recv_scales + dst_row[lane] * bytes + piece.first_scale;
@@ -277,7 +274,7 @@ EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
     }
     const auto* words = reinterpret_cast<const uint32_t*>(scales);
     const int end = (piece.first_scale + piece.scale_bytes) / 4;
-    typename W::template PerLane<uint32_t*> columns;
+    PerLane<W, uint32_t*> columns;
     warp.lanes(args.format.topk, [&](int lane) {
         if (placed >> lane & 1)
             columns[lane] = reinterpret_cast<uint32_t*>(args.recv_scales) +
@@ -293,19 +290,17 @@ EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
     });
 }
 
-// Stores for combine where a row went, and for the caller its weights.
-template <WarpLike W>
+// Stores for combine where a row went, and for the caller its weights: weight_of(lane).
+template <WarpLike W, class WeightOf>
 EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
-                            const typename W::template PerLane<int>& dst_row, const char* slot) {
-    const RowFormat& format = args.format;
-    warp.lanes(format.topk, [&](int lane) {
-        args.layout.dst_rows(source, token)[lane] = dst_row[lane];
+                            const PerLane<W, int>& dst_row, WeightOf&& weight_of) {
+    const int weight_bytes = args.format.weight_bytes;
+    int32_t* noted = args.layout.dst_rows(source, token);
+    warp.lanes(args.format.topk, [&](int lane) {
+        noted[lane] = dst_row[lane];
         if (dst_row[lane] < 0) return;
         const size_t row = dst_row[lane];
-        store_weight(
-            args.recv_weights + row * format.weight_bytes,
-            load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes),
-            format.weight_bytes);
+        store_weight(args.recv_weights + row * weight_bytes, weight_of(lane), weight_bytes);
     });
 }
 
@@ -341,9 +336,9 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const RowFormat& format = args.format;
     char* slot = written_by<char>(call.fabric, source, call.heap().row(call.bank, source, token));
     const RowPlaces places(args, team);
-    typename W::template PerLane<int> dst_row;
-    typename W::template PerLane<void*> row{};
-    typename W::template PerLane<int> expert, before;
+    PerLane<W, int> dst_row;
+    PerLane<W, void*> row{};
+    PerLane<W, int> expert, before;
     warp.lanes(format.topk, [&](int lane) {
         expert[lane] = places.local_expert(choices.experts(source, token)[lane]);
     });
@@ -358,17 +353,22 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
     if (!F::kMapsAll && !call.masking()) {
-        typename W::template PerLane<int> rank;
+        PerLane<W, int> rank;
         warp.lanes(1, [&](int lane) { rank[lane] = source; });
         if (!wait_rows_put(warp, call, 1, 1, rank)) return false;
     }
-    typename W::template PerLane<char*> slots;
+    PerLane<W, char*> slots;
     warp.lanes(piece.count, [&](int lane) { slots[lane] = slot + Piece::tag(lane); });
     const uint32_t tags = (uint32_t{1} << piece.count) - 1;
     const auto from = [&](int) { return source; };
     if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;
     warp.template stage<CacheHint::Keep>(slot + format.payload() + piece.first, piece.bytes);
-    if (!piece.number) note_output_rows(warp, args, source, token, dst_row, slot);
+    if (!piece.number) {
+        note_output_rows(warp, args, source, token, dst_row, [&](int lane) {
+            return load_weight(slot + format.weights() + lane * format.weight_bytes,
+                               format.weight_bytes);
+        });
+    }
     warp.template multicast<CacheHint::EvictFirst>(
         row, placed, slot + format.payload() + piece.first, piece.bytes);
     if (piece.scale_bytes) write_scales(warp, args, placed, dst_row, slot + format.scales(), piece);
@@ -393,7 +393,7 @@ template <WarpLike W>
 EP_FN void omit_token(W& warp, const LowLatencyDispatchArgs& args, int source, int token) {
     const RowFormat& format = args.format;
     int32_t* noted = args.layout.dst_rows(source, token);
-    typename W::template PerLane<int> dst_row;
+    PerLane<W, int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
         dst_row[lane] = noted[lane];
         if (dst_row[lane] >= 0) noted[lane] = LowLatencyArgs::kOverflowed;
@@ -416,8 +416,8 @@ EP_FN void omit_tokens(W& warp, const LowLatencyDispatchArgs& args) {
     // Without a capacity, max_received is max_rows, and more tokens have more rows than that.
     if (!args.max_received || (!args.expert_rows && !layout.overflow())) return;
     int64_t left = args.max_received;
-    typename W::template PerLane<uint32_t> bits;
-    typename W::template PerLane<int> before;
+    PerLane<W, uint32_t> bits;
+    PerLane<W, int> before;
     for (int first = 0; first < words; first += 32) {
         const int lanes = lanes_from(first, words);
         warp.lanes(lanes, [&](int lane) {

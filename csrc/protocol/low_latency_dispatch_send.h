@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_halves.h"
+#include "protocol/low_latency_mask.h"
 
 namespace ep {
 
@@ -50,8 +50,8 @@ EP_FN int write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, ch
     const int chunks = args.heap.chunks(), local_experts = args.heap.local_experts();
     const int topk = args.format.topk;
     auto* experts = reinterpret_cast<int32_t*>(choices + args.heap.chosen_experts());
-    typename W::template PerLane<uint32_t> present;  // a lane a chunk
-    typename W::template PerLane<int> is_here;
+    PerLane<W, uint32_t> present;  // a lane a chunk
+    PerLane<W, int> is_here;
     warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
     int count = 0;
     for (int chunk = 0; 32 * chunk < args.num_tokens; ++chunk) {
@@ -86,8 +86,8 @@ EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int rank, int
     const int count = args.heap.experts_of_part(part);
     const int first = rank * args.heap.local_experts() + 32 * (part - 1);
     auto* words = reinterpret_cast<uint32_t*>(choices + args.heap.choice_part(part));
-    typename W::template PerLane<uint32_t> chosen, tokens;
-    typename W::template PerLane<int> rows;
+    PerLane<W, uint32_t> chosen, tokens;
+    PerLane<W, int> rows;
     warp.lanes(count, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; chunk < args.heap.chunks(); ++chunk) {
         const int left = tokens_of_chunk(args, chunk);
@@ -147,15 +147,15 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
 // What travels with a token: lane k has its k-th choice.
 template <WarpLike W>
 struct Choice {
-    typename W::template PerLane<int> expert;
-    typename W::template PerLane<uint64_t> weight;
+    PerLane<W, int> expert;
+    PerLane<W, uint64_t> weight;
 };
 
 // Reads a token's experts and weights. Returns false if the ids are invalid.
 template <WarpLike W>
 EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, Choice<W>& choice) {
     const int topk = args.format.topk;
-    typename W::template PerLane<int64_t> id;
+    PerLane<W, int64_t> id;
     warp.lanes(topk, [&](int lane) {
         id[lane] = chosen_expert(args, token, lane);
         const bool named = id[lane] >= 0 && id[lane] < args.heap.num_experts;
@@ -185,11 +185,10 @@ EP_FN const char* piece_of_x(const LowLatencyDispatchArgs& args, int token, cons
 
 // Writes a piece of a row, without its tag, into the slots of the lanes in the mask.
 template <bool kQuantize, WarpLike W>
-EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
-                       const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
-                       const Piece& piece, const Choice<W>& choice) {
+EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args, const PerLane<W, char*>& slot,
+                       uint32_t mask, int token, const Piece& piece, const Choice<W>& choice) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<void*> to{};
+    PerLane<W, void*> to{};
     auto to_part = [&](size_t offset) {
         warp.lanes(format.topk, [&](int lane) {
             if (mask >> lane & 1) to[lane] = slot[lane] + offset;
@@ -224,13 +223,12 @@ EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
 // Puts a whole row to the ranks of the lanes in the mask.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team, uint32_t mask,
-                   int token, const typename W::template PerLane<int>& rank,
-                   const Choice<W>& choice) {
+                   int token, const PerLane<W, int>& rank, const Choice<W>& choice) {
     const RowFormat& format = call.args.format;
     const LowLatencyHeap& heap = call.heap();
     const Pieces pieces(format);
     const uint32_t copies = call.masking() ? mask : mask & (~mask + 1);
-    typename W::template PerLane<char*> slot;
+    PerLane<W, char*> slot;
     warp.lanes(format.topk, [&](int lane) {
         if (!(copies >> lane & 1)) return;
         slot[lane] =
@@ -239,7 +237,7 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
             *reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece)) = call.tag;
     });
     write_piece<kQuantize>(warp, call.args, slot, copies, token, pieces.all(), choice);
-    typename W::template PerLane<size_t> staged;
+    PerLane<W, size_t> staged;
     warp.lanes(format.topk, [&](int lane) {
         if (mask >> lane & 1) staged[lane] = heap.staged_row(call.bank, rank[lane], token);
     });
@@ -252,7 +250,7 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
 // stores the choices. Invalid ids fail the call, and it returns false.
 template <WarpLike W>
 EP_FN bool find_ranks(W& warp, const LowLatencyDispatchArgs& args, int token, bool for_handle,
-                      Choice<W>& choice, typename W::template PerLane<int>& rank) {
+                      Choice<W>& choice, PerLane<W, int>& rank) {
     if (!read_choice(warp, args, token, choice)) {
         warp.fail(Outcome::BadInput, Wait::None,
                   WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
@@ -275,8 +273,8 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     warp.template stage<CacheHint::EvictFirst>(piece_of_x<kQuantize>(args, token, piece),
                                                bytes_of_x<kQuantize>(piece.bytes));
     Choice<W> choice;
-    typename W::template PerLane<int> rank;
-    typename W::template PerLane<char*> slot;
+    PerLane<W, int> rank;
+    PerLane<W, char*> slot;
     if (!find_ranks(warp, args, token, piece.number == 0, choice, rank)) return false;
     if (call.masking()) drop_choices(warp, call, token, piece, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);

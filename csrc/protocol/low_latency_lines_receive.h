@@ -32,9 +32,8 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
 // with_weights the weight. Returns false if a wait ended badly.
 template <WarpLike W, class F>
 EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
-                        int source, int token, bool with_weights,
-                        typename W::template PerLane<int>& expert,
-                        typename W::template PerLane<uint64_t>& weight) {
+                        int source, int token, bool with_weights, PerLane<W, int>& expert,
+                        PerLane<W, uint64_t>& weight) {
     const ChoiceWords numbers = call.heap().words();
     const int topk = call.args.format.topk;
     const int halves = with_weights ? call.args.format.weight_bytes / 4 : 0;
@@ -61,11 +60,11 @@ EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPla
 // Computes the output row of each of a token's choices. Returns false if a wait ended badly.
 template <WarpLike W, class F>
 EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
-                            int source, int token, const typename W::template PerLane<int>& expert,
-                            typename W::template PerLane<int>& dst_row) {
+                            int source, int token, const PerLane<W, int>& expert,
+                            PerLane<W, int>& dst_row) {
     const ChoiceWords numbers = call.heap().words();
     const int topk = call.args.format.topk, chunk = token / 32;
-    typename W::template PerLane<int> before;
+    PerLane<W, int> before;
     warp.lanes(topk, [&](int lane) { before[lane] = 0; });
     // rows of earlier ranks, and of earlier tokens of the source
     const bool counted = read_words(
@@ -88,21 +87,6 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     return true;
 }
 
-// Stores for combine where a token's rows went, and for the caller their weights.
-template <WarpLike W>
-EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
-                            const typename W::template PerLane<uint64_t>& weight,
-                            const typename W::template PerLane<int>& dst_row) {
-    const int weight_bytes = args.format.weight_bytes;
-    int32_t* noted = args.layout.dst_rows(source, token);
-    warp.lanes(args.format.topk, [&](int lane) {
-        noted[lane] = dst_row[lane];
-        if (dst_row[lane] < 0) return;
-        const size_t row = dst_row[lane];
-        store_weight(args.recv_weights + row * weight_bytes, weight[lane], weight_bytes);
-    });
-}
-
 // Receives some lines of a row and copies them to its rows at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
@@ -110,13 +94,15 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     const bool is_first = !lines.first;
-    typename W::template PerLane<int> expert, dst_row;
-    typename W::template PerLane<uint64_t> weight;
+    PerLane<W, int> expert, dst_row;
+    PerLane<W, uint64_t> weight;
     if (!read_choices(warp, call, places, source, token, is_first, expert, weight) ||
         !find_output_rows(warp, call, places, source, token, expert, dst_row))
         return false;
-    if (is_first) note_output_rows(warp, args, source, token, weight, dst_row);
-    typename W::template PerLane<char*> row, scales;
+    if (is_first)
+        note_output_rows(warp, args, source, token, dst_row,
+                         [&](int lane) { return weight[lane]; });
+    PerLane<W, char*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
         if (dst_row[lane] < 0) return;
         const size_t number = dst_row[lane];

@@ -20,7 +20,7 @@ struct ChunkBits {
 // token that does not exist the last one, whose bits are dropped.
 template <int kChoices, WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
-                       typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
+                       PerLane<W, ChunkBits>& chunks, BitsOf&& bits_of) {
     const int tokens = args.num_tokens, topk = args.format.topk;
     const uint32_t bytes = args.index_bytes;
     const char* ids = static_cast<const char*>(args.topk_idx);
@@ -58,9 +58,9 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
     const LowLatencyDispatchArgs& args = call.args;
     const ChoiceWords numbers = args.heap.words();
     const int count = lanes_from(first_here, args.heap.local_experts());
-    typename W::template PerLane<ChunkBits> chosen;
-    typename W::template PerLane<uint32_t> tokens;
-    typename W::template PerLane<int> rows;
+    PerLane<W, ChunkBits> chosen;
+    PerLane<W, uint32_t> tokens;
+    PerLane<W, int> rows;
     warp.lanes(32, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
         read_chunks<kChoices>(warp, args, chunk, chosen, [&](int32_t expert) {
@@ -87,8 +87,8 @@ template <int kChoices, WarpLike W, class F>
 EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, uint64_t* words) {
     const LowLatencyDispatchArgs& args = call.args;
     const int local_experts = args.heap.local_experts(), chunks = args.heap.chunks();
-    typename W::template PerLane<ChunkBits> is_here;
-    typename W::template PerLane<uint32_t> present;  // one lane per chunk
+    PerLane<W, ChunkBits> is_here;
+    PerLane<W, uint32_t> present;  // one lane per chunk
     warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
         read_chunks<kChoices>(warp, args, chunk, is_here, [&](int32_t expert) {
@@ -170,8 +170,8 @@ EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     Choice<W> choice;
-    typename W::template PerLane<int> rank;
-    typename W::template PerLane<char*> slot;
+    PerLane<W, int> rank;
+    PerLane<W, char*> slot;
     if (!find_ranks(warp, args, token, lines.first == 0, choice, rank)) return false;
     const size_t target = args.heap.row(call.bank, args.rank, token);
     warp.lanes(format.topk, [&](int lane) {

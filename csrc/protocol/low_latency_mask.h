@@ -26,7 +26,7 @@ EP_FN bool is_masked_since_before(const LowLatencyCall<F, Args>& call, LowLatenc
                                   int rank) {
     if (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank))
         return true;
-    return *call.fabric.template own<uint64_t>(call.heap().masked(rank)) ||
+    return *call.word(call.heap().masked(rank)) ||
            acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank));
 }
 
@@ -41,21 +41,21 @@ EP_FN bool is_masked(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, i
 // includes ranks that it is asked to mask from now on: they are notified only once this rank has
 // waited for all others.
 template <WarpLike W, class F, class Args>
-EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
-    typename W::template PerLane<uint64_t> before;
+EP_FN void send_heartbeat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
+    PerLane<W, uint64_t> before;
     warp.lanes(1, [&](int lane) {
-        uint64_t* own = call.fabric.template own<uint64_t>(call.heap().own_beats());
+        uint64_t* own = call.word(call.heap().own_heartbeats());
         before[lane] = *own;
         *own = before[lane] + 1;
     });
-    const uint64_t beats = warp.broadcast(before, 0);
-    credit_ranks(warp, call, call.heap().beat_flag(call.args.rank), beats, beats + 1,
+    const uint64_t heartbeats = warp.broadcast(before, 0);
+    credit_ranks(warp, call, call.heap().heartbeat_flag(call.args.rank), heartbeats, heartbeats + 1,
                  [&](int rank) { return !is_masked_since_before<W>(call, half, rank); });
 }
 
 // Whether and why `rank` has masked this one.
 template <class W, class F, class Args>
-EP_FN MaskReason told_masked(const LowLatencyCall<F, Args>& call, int rank) {
+EP_FN MaskReason masked_by(const LowLatencyCall<F, Args>& call, int rank) {
     return static_cast<MaskReason>(
         acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank)));
 }
@@ -65,7 +65,7 @@ template <class F, class Args>
 EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
     const int own = call.args.rank;
     const LowLatencyHeap& heap = call.heap();
-    return own < rank ? call.fabric.template own<uint64_t>(heap.first_to_mask(rank))
+    return own < rank ? call.word(heap.first_to_mask(rank))
                       : call.fabric.template at<uint64_t>(rank, heap.first_to_mask(own));
 }
 
@@ -73,7 +73,7 @@ EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
 // no word: if both mask each other at the same time, both are notified and both end.
 template <class W, class F, class Args>
 EP_FN bool is_first_to_mask(const LowLatencyCall<F, Args>& call, int rank) {
-    if (!call.fabric.maps(rank)) return told_masked<W>(call, rank) != MaskReason::Silent;
+    if (!call.fabric.maps(rank)) return masked_by<W>(call, rank) != MaskReason::Silent;
     const uint64_t claim = 1 + static_cast<uint64_t>(call.args.rank);
     W::template compare_exchange<Scope::System>(claim_on(call, rank), 0, claim);
     return W::template acquire<Scope::System>(claim_on(call, rank)) == claim;
@@ -100,18 +100,18 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
     };
     // a rank that has been masked as silent masks no other
     for (int first = 0; first < call.world(); first += 32) {
-        const uint32_t told = warp.ballot(lanes_from(first, call.world()), [&](int lane) {
+        const uint32_t cut_off = warp.ballot(lanes_from(first, call.world()), [&](int lane) {
             const int rank = first + lane;
-            return !call.takes_part(half, rank) && told_masked<W>(call, rank) == MaskReason::Silent;
+            return !call.takes_part(half, rank) && masked_by<W>(call, rank) == MaskReason::Silent;
         });
-        if (told) return end_by(first + lowest_lane(told));
+        if (cut_off) return end_by(first + lowest_lane(cut_off));
     }
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
         const uint32_t masked = warp.ballot(lanes, [&](int lane) {
             const int rank = first + lane;
             const bool is_known =
-                *call.fabric.template own<uint64_t>(call.heap().masked(rank)) ||
+                *call.word(call.heap().masked(rank)) ||
                 (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank));
             return !call.takes_part(half, rank) && !is_known;
         });
@@ -119,7 +119,7 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
         const uint32_t silent = warp.ballot(lanes, [&](int lane) {
             const int rank = first + lane;
             return masked >> lane & 1 && mask.active[rank] &&
-                   told_masked<W>(call, rank) != MaskReason::Asked;
+                   masked_by<W>(call, rank) != MaskReason::Asked;
         });
         const uint32_t beaten = warp.ballot(lanes, [&](int lane) {
             return silent >> lane & 1 && !is_first_to_mask<W>(call, first + lane);
@@ -130,14 +130,14 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
             });
             return end_by(first + lowest_lane(beaten));
         }
-        auto tell = [&](uint32_t ranks, MaskReason why) {
+        auto notify = [&](uint32_t ranks, MaskReason why) {
             credit_some(warp, call, first, call.heap().masked_flag(call.args.rank), 0,
                         static_cast<uint64_t>(why),
                         [&](int rank) { return ranks >> (rank - first) & 1; });
         };
-        tell(silent, MaskReason::Silent);
-        tell(masked & ~silent, MaskReason::Asked);
-        const uint64_t waited = warp.age();
+        notify(silent, MaskReason::Silent);
+        notify(masked & ~silent, MaskReason::Asked);
+        const uint64_t waited = warp.elapsed();
         warp.lanes(lanes, [&](int lane) {
             if (masked >> lane & 1) mask.shown[first + lane].waited_ns = waited;
         });
@@ -162,14 +162,14 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         return W::template acquire<Scope::Rank>(call.membership(half, rank));
     };
     auto is_decided = [&](int rank) { return membership_of(rank) >> 1 == call.number; };
-    auto beats_of = [&](int rank) {
-        const size_t flag = call.heap().beat_flag(rank);
+    auto heartbeats_of = [&](int rank) {
+        const size_t flag = call.heap().heartbeat_flag(rank);
         return acquire_flag<W>(call.fabric, call.heap().channels, rank, flag);
     };
-    typename W::template PerLane<uint64_t> beats;
-    typename W::template PerLane<int> silent;
+    PerLane<W, uint64_t> heartbeats;
+    PerLane<W, int> silent;
     warp.lanes(lanes, [&](int lane) {
-        beats[lane] = beats_of(first + lane);
+        heartbeats[lane] = heartbeats_of(first + lane);
         silent[lane] = 0;
     });
     uint32_t open = warp.ballot(lanes, [](int) { return true; });
@@ -182,9 +182,9 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
             if (before >> 1 == call.number) return false;
             bool takes_part = !is_masked<W>(call, half, rank);
             if (takes_part && !is_met(need(rank))) {
-                const uint64_t heard = beats_of(rank);
-                silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
-                beats[lane] = heard;
+                const uint64_t heard = heartbeats_of(rank);
+                silent[lane] = heard == heartbeats[lane] ? silent[lane] + over : 0;
+                heartbeats[lane] = heard;
                 const bool may_come = silent[lane] < mask.silent_slices && slices < mask.max_slices;
                 if (may_come || rank == call.args.rank) return true;
                 takes_part = false;
@@ -196,7 +196,7 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         const uint32_t missing =
             warp.ballot(lanes, [&](int lane) { return open >> lane & 1 && is_missing(lane); });
         if (has_waited && half == LowLatencyHalf::Receive && call.args.recv_wait_ns) {
-            const uint64_t lasted = warp.age();
+            const uint64_t lasted = warp.elapsed();
             warp.lanes(lanes, [&](int lane) {
                 if ((open & ~missing) >> lane & 1) W::raise(call.waited(first + lane), lasted);
             });
@@ -207,7 +207,7 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
             return false;
         }
         open = missing;
-        const Waited end = warp.wait_a_while(
+        const Waited end = warp.wait_any_for(
             wait, lanes,
             [&](int lane) {
                 const int rank = first + lane;
@@ -219,7 +219,7 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         if (end == Waited::Badly) return false;
         has_waited = true;
         over = end == Waited::Over;
-        if (over && team.warp == 0) send_beat(warp, call, half);
+        if (over && team.warp == 0) send_heartbeat(warp, call, half);
     }
     // makes what each lane has acquired visible to all lanes: a ballot orders nothing
     warp.lanes(lanes, [](int) {});
@@ -288,7 +288,7 @@ EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t 
 // each choice's; -1: none.
 template <WarpLike W, class F, class Args>
 EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
-                        typename W::template PerLane<int>& rank) {
+                        PerLane<W, int>& rank) {
     const uint32_t dropped = warp.ballot(call.args.format.topk, [&](int lane) {
         return rank[lane] >= 0 && !call.takes_part(LowLatencyHalf::Send, rank[lane]);
     });
@@ -312,6 +312,30 @@ EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
                                             call.takes_part(LowLatencyHalf::Receive, rank);
         });
     }
+}
+
+// Both halves of a call in one launch: each warp sends its share, then receives its share. With few
+// rows most warps have none to send and are ready when the first ones come; with many all warps
+// send. What the warps on the GPU send arrives, whatever they wait for afterwards.
+//
+// send() and receive(): a warp's share; false: it ended badly. role: that of the receivers.
+//
+// The halves end together, but with masking other ranks wait for all that this one sends. A rank
+// that the sending half left out is left out of the receiving half, too.
+template <WarpLike W, class F, class Args, class Send, class Receive>
+EP_FN Ended send_and_receive(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                             Role role, Send&& send, Receive&& receive) {
+    const LowLatencyHeap& heap = call.heap();
+    if (!may_send(warp, call, team)) return Ended::Badly;
+    if (!send()) return Ended::Badly;
+    signal_rows(warp, call, team);
+    if (call.masking() && is_last(warp, call.word(heap.send_joins(Args::kKind)), team))
+        publish_all_sent(warp, call);
+    warp.begin_half(role);
+    if (!receive()) return Ended::Badly;
+    const Ended ended = end_receiving(warp, call, team);
+    if (ended == Ended::Last) count_sent(warp, call);
+    return ended;
 }
 
 }  // namespace ep

@@ -48,7 +48,7 @@ EP_FN bool read_words(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, i
     struct Batch {
         uint64_t words[kAtOnce];
     };
-    typename W::template PerLane<Batch> batch;
+    PerLane<W, Batch> batch;
     for (int first = 0; first < most; first += kAtOnce) {
         const int count = lanes_from(first, most, kAtOnce);
         const bool here = warp.wait_all(wait, lanes, [&](int lane) {

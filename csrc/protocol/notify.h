@@ -95,7 +95,7 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, i
 // Copies the totals to host memory, then publishes the ticket. A host that sees it also sees all
 // counts that this warp wrote before. The copy's ticket is 0, as in every layout.
 template <WarpLike W>
-EP_FN void tell_host(W& warp, const NotifyArgs& args) {
+EP_FN void report_to_host(W& warp, const NotifyArgs& args) {
     if (!args.host_totals) return;
     warp.lanes(1, [&](int) { *args.host_totals = args.layout.totals(); });
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
@@ -108,7 +108,7 @@ template <WarpLike W, class CountOf, class Place>
 EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Place&& place) {
     const Layout& layout = args.layout;
     const int local_experts = layout.local_experts();
-    typename W::template PerLane<int> rows, sign;
+    PerLane<W, int> rows, sign;
     int expert_rows = 0;
     uint32_t wrong = 0;
     for (int first = 0; first < local_experts; first += 32) {
@@ -119,7 +119,7 @@ EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Pla
             rows[lane] = args.expert_capacity > 0
                              ? args.expert_capacity
                              : static_cast<int>(align_up(count, args.expert_alignment));
-            args.tell_expert(first + lane, rows[lane]);
+            args.set_expert_rows(first + lane, rows[lane]);
             sign[lane] = count | rows[lane];
         });
         const int total = warp.exclusive_scan(lanes, rows);
@@ -137,17 +137,17 @@ EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Pla
 
 // Computes where the rows of each rank start: expert after expert, rank after rank. Returns where
 // they end. For few ranks: a lane holds all counts of an expert and reads nothing that it wrote.
-template <WarpLike W, class ToldBy>
-EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+template <WarpLike W, class CountFrom>
+EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, CountFrom&& count_from) {
     const Layout& layout = args.layout;
     const int world = layout.world();
-    typename W::template PerLane<Counts> counts;
+    PerLane<W, Counts> counts;
     return place_experts(
         warp, args,
         [&](int lane, int expert) {
             int count = 0, sign = 0;
             for (int rank = 0; rank < Counts::kSize; ++rank)
-                counts[lane].values[rank] = rank < world ? told_by(rank, expert) : 0;
+                counts[lane].values[rank] = rank < world ? count_from(rank, expert) : 0;
             for (const int32_t value : counts[lane].values) {
                 count = sum_of(count, value);
                 sign |= value | count;
@@ -164,12 +164,12 @@ EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
 
 // Does the same for any number of ranks: first without padding, then it moves all ranks' rows of an
 // expert as far as the expert's.
-template <WarpLike W, class ToldBy>
-EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+template <WarpLike W, class CountFrom>
+EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, CountFrom&& count_from) {
     const Layout& layout = args.layout;
     const int world = layout.world(), local_experts = layout.local_experts();
     const int all_rows = scan_table(
-        warp, local_experts, world, [&](int expert, int rank) { return told_by(rank, expert); },
+        warp, local_experts, world, [&](int expert, int rank) { return count_from(rank, expert); },
         [&](int expert, int rank, int, int start) { layout.expert_base(rank)[expert] = start; });
     if (all_rows < 0) return -1;
     int32_t* bases = layout.expert_base(0);
@@ -197,11 +197,11 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
 // Fails the call for counts that no rank can have. Blames the rank of the largest count that
 // count_of(source, item) reads; a negative one is larger than all others.
 template <WarpLike W, class CountOf, class RankOf>
-EP_FN void refuse_counts(W& warp, const NotifyArgs& args, Wait wait, int sources, int items,
+EP_FN void reject_counts(W& warp, const NotifyArgs& args, Wait wait, int sources, int items,
                          CountOf&& count_of, RankOf&& rank_of) {
     mark_unknown(warp, args);
-    typename W::template PerLane<int> peer;
-    typename W::template PerLane<uint32_t> most;
+    PerLane<W, int> peer;
+    PerLane<W, uint32_t> most;
     warp.lanes(1, [&](int lane) {
         most[lane] = 0;
         for (int source = 0; source < sources; ++source) {
@@ -246,18 +246,18 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int32_t* tokens = fabric.template network<int32_t>(heap.notify_rail(parity, 0)) +
                                 topology.ranks_per_node * heap.rank_counts();
         const int block = static_cast<int>(heap.node_block_bytes() / sizeof(int32_t));
-        auto told_on_rail = [&](int node, int channel) -> int {
+        auto rail_count_from = [&](int node, int channel) -> int {
             if (node == topology.node_of(args.rank)) return 0;
             return tokens[node * block + channel];
         };
-        rail_rows = scan_table(warp, topology.nodes, channels, told_on_rail,
+        rail_rows = scan_table(warp, topology.nodes, channels, rail_count_from,
                                [&](int node, int channel, int count, int start) {
                                    layout.rail(channel, node) = count;
                                    layout.rail_start(channel, node) = start;
                                });
         if (rail_rows < 0) {
-            refuse_counts(
-                warp, args, Wait::NotifyRail, topology.nodes, channels, told_on_rail,
+            reject_counts(
+                warp, args, Wait::NotifyRail, topology.nodes, channels, rail_count_from,
                 [&](int node) { return topology.rank(node, topology.local_of(args.rank)); });
             return false;
         }
@@ -266,20 +266,20 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     // Rows that arrive: rank after rank, channel after channel.
     const size_t blocks = heap.notify_node(parity, 0);
     const int block = static_cast<int>(heap.rank_block_bytes() / sizeof(int32_t));
-    auto told_by = [&](int rank, int item) -> int {
+    auto count_from = [&](int rank, int item) -> int {
         return fabric.template own<int32_t>(blocks)[rank * block + item];
     };
     const int received_rows = scan_table(
         warp, world, channels,
-        [&](int rank, int channel) { return told_by(rank, local_experts + channel); },
+        [&](int rank, int channel) { return count_from(rank, local_experts + channel); },
         [&](int rank, int channel, int count, int start) {
             layout.received(channel, rank) = count;
             layout.received_start(channel, rank) = start;
         });
-    const int expert_rows = world <= Counts::kSize ? place_rows_of_few(warp, args, told_by)
-                                                   : place_rows_of_many(warp, args, told_by);
+    const int expert_rows = world <= Counts::kSize ? place_rows_of_few(warp, args, count_from)
+                                                   : place_rows_of_many(warp, args, count_from);
     if ((received_rows | expert_rows) < 0) {
-        refuse_counts(warp, args, Wait::NotifyNode, world, local_experts + channels, told_by,
+        reject_counts(warp, args, Wait::NotifyNode, world, local_experts + channels, count_from,
                       [](int rank) { return rank; });
         return false;
     }
@@ -293,7 +293,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         if (layout.totals().epoch != epoch)
             layout.totals().epoch = epoch;  // only if it differs: others may read it
     });
-    tell_host(warp, args);
+    report_to_host(warp, args);
     return true;
 }
 

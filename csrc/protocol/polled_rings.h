@@ -12,10 +12,9 @@ namespace ep {
 //   has_more(lane)   whether any queue of the lane has rows left
 //   serve(lane, position, rows)   returns false to stop
 template <WarpLike W, class More, class ConditionOf, class Serve>
-EP_FN void poll_queues(W& warp, int count, Wait wait, int batch,
-                       typename W::template PerLane<int>& left, More&& has_more, ConditionOf&& need,
-                       Serve&& serve) {
-    typename W::template PerLane<uint64_t> limit, position;
+EP_FN void poll_queues(W& warp, int count, Wait wait, int batch, PerLane<W, int>& left,
+                       More&& has_more, ConditionOf&& need, Serve&& serve) {
+    PerLane<W, uint64_t> limit, position;
     while (warp.ballot(count, has_more)) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
             if (!has_more(lane)) return never();
@@ -63,7 +62,7 @@ EP_FN void poll_rings(W& warp, const Rings<F>& rings, int first, int count, Wait
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
     const int lanes = lanes_from(0, count);
-    typename W::template PerLane<int> at, rank_of, left, end, all_left, node_of, peer_of;
+    PerLane<W, int> at, rank_of, left, end, all_left, node_of, peer_of;
     auto take_up = [&](int lane, int which) {
         at[lane] = which < count ? which : lane;
         const int rank = rank_of[lane] = rings.args.other_rank(first + at[lane]);

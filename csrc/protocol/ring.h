@@ -27,10 +27,11 @@ struct InCursor {
 };
 
 // One number for what both ends of a ring must agree on: the call, its layout, and the rows' shape
-// and type. `handle_age` is part of it because a reset restarts the numbers of calls and layouts.
+// and type. `resets_since_made` is part of it because a reset restarts the numbers of calls and
+// layouts.
 EP_FN uint64_t row_tag(const TransferArgs& args) {
-    uint64_t tag = uint64_t{args.handle_age} << 3 | args.is_flat << 2 | args.is_weighted << 1 |
-                   args.is_combine;
+    uint64_t tag = uint64_t{args.resets_since_made} << 3 | args.is_flat << 2 |
+                   args.is_weighted << 1 | args.is_combine;
     auto add = [&](uint64_t value) {
         tag = (tag ^ value) * 0x9e3779b97f4a7c15;
         tag ^= tag >> 32;
@@ -160,14 +161,6 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& ra
     return true;
 }
 
-// Prepares the rings that dispatch fills with rows from ranks of `node`.
-template <WarpLike W, class F>
-EP_FN bool open_rings_of_node(W& warp, const Rings<F>& rings, int node) {
-    const Topology& topology = rings.args.topology();
-    return open_nvl_rings(warp, rings, topology.ranks_per_node,
-                          [&](int i) { return topology.rank(node, i); });
-}
-
 // Prepares the network rings to `count` (at most 32) nodes, from other_node(first) on. Without
 // kOrdersWarps a ring must be empty even if its slot size stays: this call's flag might be seen
 // before a row that another warp put in an earlier call.
@@ -254,12 +247,12 @@ EP_FN WaitCondition rdma_row(const Rings<F>& rings, int node, uint64_t next) {
 // sequences of calls: fails and blames rank_of(lane). tag: the tag in each lane's row.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
-                          const typename W::template PerLane<uint64_t>& tag, RankOf&& rank_of) {
-    const uint32_t strangers = warp.ballot(rings.args.format.topk, [&](int lane) {
+                          const PerLane<W, uint64_t>& tag, RankOf&& rank_of) {
+    const uint32_t mismatches = warp.ballot(rings.args.format.topk, [&](int lane) {
         return (mask >> lane & 1) && tag[lane] != rings.tag;
     });
-    if (!strangers) return true;
-    const int lane = lowest_lane(strangers);
+    if (!mismatches) return true;
+    const int lane = lowest_lane(mismatches);
     warp.fail(Outcome::Mismatch, Wait::None,
               WaitCondition{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
     return false;

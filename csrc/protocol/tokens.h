@@ -11,8 +11,7 @@ namespace ep {
 // Returns the last lane of each.
 template <WarpLike W>
 EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
-                             const typename W::template PerLane<int>& expert,
-                             typename W::template PerLane<int>& peer) {
+                             const PerLane<W, int>& expert, PerLane<W, int>& peer) {
     const int local_experts = args.layout.local_experts();
     warp.lanes(args.layout.topk, [&](int lane) {
         const int rank = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
@@ -27,8 +26,7 @@ EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
 // each one's first lane.
 template <WarpLike W>
 EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
-                           const typename W::template PerLane<int>& expert,
-                           typename W::template PerLane<int>& node) {
+                           const PerLane<W, int>& expert, PerLane<W, int>& node) {
     const int local_experts = args.layout.local_experts();
     warp.lanes(args.layout.topk, [&](int lane) {
         node[lane] = expert[lane] < 0 ? -1 : args.topology().node_of(expert[lane] / local_experts);
@@ -41,8 +39,8 @@ EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int cou
 // What travels with a token: lane k has that of its k-th choice.
 template <WarpLike W>
 struct Header {
-    typename W::template PerLane<int> expert, index;
-    typename W::template PerLane<uint64_t> weight;
+    PerLane<W, int> expert, index;
+    PerLane<W, uint64_t> weight;
     // Uniform in all lanes: the token's index on its source rank, and for a row in a slot its tag.
     RowFormat::Stamp stamp;
 };
@@ -73,9 +71,8 @@ EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Heade
 
 // Writes a row's header into the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_header(W& warp, const RowFormat& format,
-                        const typename W::template PerLane<void*>& slots, uint32_t mask,
-                        uint64_t tag, const Header<W>& header) {
+EP_FN void write_header(W& warp, const RowFormat& format, const PerLane<W, void*>& slots,
+                        uint32_t mask, uint64_t tag, const Header<W>& header) {
     for_each_lane(mask, [&](int to) {
         char* slot = static_cast<char*>(warp.broadcast(slots, to));
         warp.lanes(format.topk, [&](int lane) {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "router/args.h"
+#include "router/router.h"
 #include "router/rows.h"
 #include "router/warp_team.h"
 

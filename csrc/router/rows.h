@@ -3,8 +3,8 @@
 // The router's formulas for one row, forward and backward, over a Team.
 
 #include "core/row.h"
-#include "router/args.h"
 #include "router/number.h"
+#include "router/router.h"
 #include "router/team.h"
 
 namespace ep::router {

@@ -164,7 +164,7 @@ class Backend:
     def tell_others(self) -> None:
         """Sends known failures to other machines, and waits briefly for that because this process may end."""
         if self._nic is not None:
-            self._nic.tell_now()
+            self._nic.flush_reports()
 
     # ---- the end of launches
 

@@ -15,7 +15,7 @@ from megatron_ep.buffer.interface import Members
 
 log = logging.getLogger(__name__)
 
-# csrc/core/masks.h
+# csrc/core/low_latency_args.h
 STATE, WAITED_NS = range(2)
 ASKED, WAITED = 1, 2
 

@@ -23,10 +23,10 @@ from megatron_ep.reference import SCALE_BLOCK
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
     *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
-    *("tokens_per_expert", "max_rows", "layout_call", "handle_age"),
+    *("tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
 )
 COMBINE_GIVEN = (
-    *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "handle_age"),
+    *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "resets_since_made"),
 )
 OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
 

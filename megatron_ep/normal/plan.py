@@ -49,12 +49,12 @@ DISPATCH_GIVEN = (
     *("topk_idx", "tokens_per_expert", "layout"),  # an exchange of counts needs only these
     *("x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("dst_rows", "rail_experts", "source_tokens", "max_rows", "max_received", "max_rail"),
-    *("has_intra_rank_pass", "min_rows", "is_ahead", "fills_tables", "handle_age"),
+    *("has_intra_rank_pass", "min_rows", "is_speculative", "fills_tables", "resets_since_made"),
 )
 LAYOUT = DISPATCH_GIVEN.index("layout")
 COMBINE_GIVEN = (
     *("layout", "x", "weights", "row_weights", "y", "y_weights", "sums", "bias", "second_bias"),
-    *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "handle_age"),
+    *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "resets_since_made"),
 )
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
 
@@ -182,7 +182,7 @@ class DispatchPlan:
             least = row_counts.least_rows(room)
             try:
                 rank = self.new_rank(stream, room, None, per_expert)
-                outputs, values = self.arguments(handle, backend, stream, rank, *given, least=least, is_ahead=True)
+                outputs, values = self.arguments(handle, backend, stream, rank, *given, least=least, speculative=True)
             except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
@@ -242,7 +242,7 @@ class DispatchPlan:
         weights: Tensor | None,
         *,
         least: int = 0,
-        is_ahead: bool = False,
+        speculative: bool = False,
     ) -> tuple[Outputs, tuple[Any, ...]]:
         """Allocates the outputs and returns them with the arguments of the launch that fills them."""
         if rank.made_on != stream:
@@ -266,7 +266,7 @@ class DispatchPlan:
         per_expert = None if ids is None else rank.tokens_per_expert
         age = handle.group.resets - handle.made_after_resets
         tensors = (ids, per_expert, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
-        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, is_ahead, fills, age)
+        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, speculative, fills, age)
         return (out, out_scales, out_weights), tensors + numbers
 
 

@@ -29,13 +29,13 @@ bool any_intra_rank_pass(const std::vector<Args>& args) {
 }
 
 void dispatch_on(Grid& grid, const std::vector<DispatchArgs>& args) {
-    auto joint = grid.joint_of_roles<Dispatch>(args);
+    auto params = grid.params_of_roles<Dispatch>(args);
     const auto kernel = kernels::dispatch_kernel<Dispatch>;
-    if (!any_intra_rank_pass(args)) return grid.launch(kernel, joint);
-    joint.ends_call = false;
-    grid.launch_beside(kernel, joint, kernels::own_rows_kernel<Dispatch>);
-    joint.ends_call = true;
-    grid.launch_spread(kernels::intra_rank_permute_kernel<Dispatch>, joint);
+    if (!any_intra_rank_pass(args)) return grid.launch(kernel, params);
+    params.ends_call = false;
+    grid.launch_beside(kernel, params, kernels::own_rows_kernel<Dispatch>);
+    params.ends_call = true;
+    grid.launch_spread(kernels::intra_rank_permute_kernel<Dispatch>, params);
 }
 
 // Launched before anyone knew that the guess was wrong, in one of four ways: nothing comes of it.
@@ -45,7 +45,7 @@ void dispatch_too_early(Grid& grid, std::vector<DispatchArgs>& args, uint64_t wa
     for (DispatchArgs& a : wrong) {
         const Layout::Totals& totals = a.layout.totals();
         const int rows = a.is_flat ? totals.received_rows : totals.expert_rows;
-        a.is_ahead = true;
+        a.is_speculative = true;
         switch (way++ % 4) {
             case 0:
                 a.max_rows = rows - 1;
@@ -61,15 +61,16 @@ void dispatch_too_early(Grid& grid, std::vector<DispatchArgs>& args, uint64_t wa
         }
     }
     dispatch_on(grid, wrong);
-    for (DispatchArgs& a : args) a.is_ahead = a.guessed_right(a.layout.totals());
+    for (DispatchArgs& a : args) a.is_speculative = a.fits(a.layout.totals());
 }
 
 template <bool kWeighted>
-void combine_on(Grid& grid, const Combine& joint, DType dtype, bool any_intra_rank_pass) {
+void combine_on(Grid& grid, const Combine& params, DType dtype, bool any_intra_rank_pass) {
     with_summed_type(dtype, [&]<class T>() {
         const auto kernel = kernels::combine_kernel<T, kWeighted, Combine>;
-        if (!any_intra_rank_pass) return grid.launch(kernel, joint);
-        grid.launch_beside(kernel, joint, kernels::intra_rank_reduce_kernel<T, kWeighted, Combine>);
+        if (!any_intra_rank_pass) return grid.launch(kernel, params);
+        grid.launch_beside(kernel, params,
+                           kernels::intra_rank_reduce_kernel<T, kWeighted, Combine>);
     });
 }
 
@@ -201,7 +202,7 @@ void run_case(uint64_t seed, bool is_planned) {
         if (!is_fused && !is_planned) {
             const int blocks = static_cast<int>(1 + seed % 2);  // which meet
             const int warps = std::max(blocks * kBlockWarps, c.heap.channels + 1);
-            grid.launch(kernels::notify_kernel<Notify>, grid.joint<Notify>(notify, warps));
+            grid.launch(kernels::notify_kernel<Notify>, grid.params<Notify>(notify, warps));
             for (int rank = 0; rank < world; ++rank)
                 expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
         }
@@ -253,7 +254,7 @@ void run_case(uint64_t seed, bool is_planned) {
             for (int rank = 0; rank < world; ++rank)
                 fused.push_back(fused_args(dispatch[1][rank], notify[rank]));
             grid.launch(kernels::fused_dispatch_kernel<FusedDispatch>,
-                        grid.joint_of_roles<FusedDispatch>(fused));
+                        grid.params_of_roles<FusedDispatch>(fused));
         } else if (is_planned) {
             const Waited waited = other_waits(c, gpu);
             dispatch_on(grid, dispatch[1]);
@@ -265,7 +266,7 @@ void run_case(uint64_t seed, bool is_planned) {
         for (int rank = 0; rank < world && !is_planned; ++rank)
             expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
         group.combine<HostWarp>(combine[0], c.dtype);
-        const auto combine_joint = grid.joint_of_roles<Combine>(combine[1]);
+        const auto combine_joint = grid.params_of_roles<Combine>(combine[1]);
         const bool passes = any_intra_rank_pass(combine[1]);
         const auto combine_now = [&] {
             (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype, passes);

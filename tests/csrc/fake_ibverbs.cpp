@@ -221,8 +221,10 @@ void FakeContext::run() {
                 if (qp->out >= 0) files.push_back({qp->out, POLLIN, 0});
             }
         }
-        const timespec nap{0, moved ? 0 : has_rings ? 50'000 : 1'000'000};  // nobody says of a bell
-        ppoll(files.data(), files.size(), &nap, nullptr);
+        const timespec poll_interval{0, moved       ? 0
+                                        : has_rings ? 50'000
+                                                    : 1'000'000};  // nobody says of a bell
+        ppoll(files.data(), files.size(), &poll_interval, nullptr);
         uint64_t count;
         [[maybe_unused]] const ssize_t ignored = read(waker, &count, sizeof count);
     }

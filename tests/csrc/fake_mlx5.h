@@ -58,7 +58,7 @@ class Completions {
 
     // syndrome: 0: none.
     void tell(uint32_t queue, uint16_t entry, uint8_t syndrome) {
-        uint8_t* place = ring_.data() + 64 * (told_ & (count_ - 1));
+        uint8_t* place = ring_.data() + 64 * (reported_ & (count_ - 1));
         place[54] = syndrome ? 0x81 : 0;
         place[55] = syndrome;
         const uint8_t kind = syndrome ? kRequestError : kDone;
@@ -69,16 +69,16 @@ class Completions {
                                 static_cast<uint8_t>(entry >> 8),
                                 static_cast<uint8_t>(entry),
                                 0,
-                                static_cast<uint8_t>(kind << 4 | (told_ / count_ & 1))};
+                                static_cast<uint8_t>(kind << 4 | (reported_ / count_ & 1))};
         std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(place + 56))
             .store(std::bit_cast<uint64_t>(end), std::memory_order_release);
-        ++told_;
+        ++reported_;
     }
 
   private:
     uint32_t count_;
     Pages ring_;
-    uint64_t told_ = 0;
+    uint64_t reported_ = 0;
 };
 
 // An entry that was read.

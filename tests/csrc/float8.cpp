@@ -6,7 +6,7 @@
 #include <cmath>
 #include <initializer_list>
 
-#include "exec/host/quantize.h"
+#include "exec/host/rows.h"
 #include "expect.h"
 
 int main() {

@@ -157,8 +157,8 @@ class Transfers {
     T* at(int rank, size_t offset) const {
         return reinterpret_cast<T*>(heaps_[rank] + offset);
     }
-    int32_t* told_by(int rank) const { return at<int32_t>(rank_, heap_.notify_node(0, rank)); }
-    int32_t* told_on_rail(int node) const {
+    int32_t* count_from(int rank) const { return at<int32_t>(rank_, heap_.notify_node(0, rank)); }
+    int32_t* rail_count_from(int node) const {
         return at<int32_t>(rank_, heap_.notify_rail(0, node)) +
                topology_.ranks_per_node * heap_.rank_counts();
     }
@@ -167,11 +167,12 @@ class Transfers {
     void write_counts() {
         std::vector<int32_t*> written;
         for (int rank = 0; rank < topology_.world(); ++rank) {
-            for (size_t i = 0; i < heap_.rank_counts(); ++i) written.push_back(told_by(rank) + i);
+            for (size_t i = 0; i < heap_.rank_counts(); ++i)
+                written.push_back(count_from(rank) + i);
         }
         for (int node = 0; node < topology_.nodes && topology_.nodes > 1; ++node) {
             for (int channel = 0; channel < heap_.channels; ++channel)
-                written.push_back(told_on_rail(node) + channel);
+                written.push_back(rail_count_from(node) + channel);
         }
         const int most = random_.once_in(2) ? 2 : random_.once_in(20) ? 1 << 30 : 9;
         for (int32_t* count : written) *count = random_.pick(0, most);
@@ -203,17 +204,18 @@ class Transfers {
         const int local_experts = heap_.local_experts();
         for (int expert = 0; expert < local_experts; ++expert) {
             int64_t rows = 0;
-            for (int rank = 0; rank < topology_.world(); ++rank) add(rows, told_by(rank)[expert]);
+            for (int rank = 0; rank < topology_.world(); ++rank)
+                add(rows, count_from(rank)[expert]);
             placed += static_cast<int64_t>(align_up(static_cast<size_t>(std::max<int64_t>(rows, 0)),
                                                     notify_.expert_alignment));
         }
         for (int rank = 0; rank < topology_.world(); ++rank) {
             for (int channel = 0; channel < heap_.channels; ++channel)
-                add(arriving, told_by(rank)[local_experts + channel]);
+                add(arriving, count_from(rank)[local_experts + channel]);
         }
         for (int node = 0; node < topology_.nodes; ++node) {
             for (int channel = 0; channel < heap_.channels && is_other_node(node); ++channel)
-                add(on_rail, told_on_rail(node)[channel]);
+                add(on_rail, rail_count_from(node)[channel]);
         }
         return possible && arriving <= kMost && on_rail <= kMost && placed <= kMost;
     }

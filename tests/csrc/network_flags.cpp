@@ -65,7 +65,7 @@ void take_flags(const ep::LowLatencyHeap& heap) {
             numbers.take(heap.choice_flag(rank, part), rank, heap.channels);
         if (!heap.masking) continue;
         numbers.take(heap.masked_flag(rank), rank, heap.channels);
-        numbers.take(heap.beat_flag(rank), rank, heap.channels);
+        numbers.take(heap.heartbeat_flag(rank), rank, heap.channels);
     }
 }
 

@@ -19,10 +19,10 @@
 namespace ep {
 
 constexpr int kMaxRanks = 9;
-using Notify = NotifyJoint<Ranks::Params, kMaxRanks>;
-using Dispatch = DispatchJoint<Ranks::Params, kMaxRanks>;
-using FusedDispatch = FusedDispatchJoint<Ranks::Params, kMaxRanks>;
-using Combine = CombineJoint<Ranks::Params, kMaxRanks>;
+using Notify = NotifyParams<Ranks::Params, kMaxRanks>;
+using Dispatch = DispatchParams<Ranks::Params, kMaxRanks>;
+using FusedDispatch = FusedDispatchParams<Ranks::Params, kMaxRanks>;
+using Combine = CombineParams<Ranks::Params, kMaxRanks>;
 
 // Memory that nothing may write outside of, aligned as the GPU's allocator does.
 class Memory {

@@ -29,8 +29,8 @@ inline void run_absent(bool several_nodes) {
     Grid grid(c, side, 50'000'000);
     auto notify = notify_args(c, inputs, layouts, 0, side);
     notify.pop_back();
-    const auto joint = grid.joint<Notify>(notify, c.heap.channels + 1);
-    grid.run(kernels::notify_kernel<Notify>, joint, 1);
+    const auto params = grid.params<Notify>(notify, c.heap.channels + 1);
+    grid.run(kernels::notify_kernel<Notify>, params, 1);
     const ControlBlock& report = grid.report(0);
     const Wait wait = several_nodes ? Wait::NotifyRail : Wait::NotifyNode;
     const Incident& incident = report.incidents[0];
@@ -54,12 +54,13 @@ inline void run_absent(bool several_nodes) {
     if (waited[0] || waited[1]) simt::die("a wait that never ended is counted");
 }
 
-template <bool kNetwork, class J>
-void open_ring(const J joint) {
-    typename J::Fabric fabric(joint.fabric, 0);
-    DeviceWarp warp(joint.ranks[0], 1, Role::RdmaSender, 0, kernels::bulk_buffers());
-    const Rings<typename J::Fabric> rings{fabric, joint.args[0], 0};
-    kNetwork ? open_rdma_rings(warp, rings, 0, 1) : open_rings_of_node(warp, rings, 0);
+template <bool kNetwork, class L>
+void open_ring(const L params) {
+    typename L::Fabric fabric(params.fabric, 0);
+    DeviceWarp warp(params.ranks[0], 1, Role::RdmaSender, 0, kernels::bulk_buffers());
+    const Rings<typename L::Fabric> rings{fabric, params.args[0], 0};
+    kNetwork ? open_rdma_rings(warp, rings, 0, 1)
+             : open_nvl_rings(warp, rings, 2, [](int rank) { return rank; });
 }
 
 // A ring to rank 1 whose last row has not been read: a call with rows of another size does not
@@ -77,7 +78,7 @@ void run_drain(bool same_size) {
     const size_t ring = kNetwork ? c.heap.rdma_out(0, 1) : c.heap.nvl_out(0, 0, 1);
     *reinterpret_cast<OutCursor*>(side.heaps[0].data() + ring) = {
         1, 1, c.format.slot_bytes() / (same_size ? 1 : 2)};
-    grid.run(open_ring<kNetwork, Dispatch>, grid.joint<Dispatch>(args, 1), 1, 32);
+    grid.run(open_ring<kNetwork, Dispatch>, grid.params<Dispatch>(args, 1), 1, 32);
     const Incident& incident = grid.report(0).incidents[0];
     const bool drains = !same_size || (kNetwork && !Ranks::Params::Fabric::kOrdersWarps);
     if (incident.wait != (!drains ? Wait::None : kNetwork ? Wait::RdmaDrain : Wait::NvlDrain))
@@ -94,11 +95,11 @@ inline void run_put(uint64_t seed) {
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     const Memory row(kBytes, 0x12);
     Grid grid(c, side, 1'000'000'000);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
     simt::run(2, 1, 32, seed, [&] {
         const int rank = static_cast<int>(blockIdx.x);
-        Notify::Fabric fabric(joint.fabric, rank);
-        DeviceWarp warp(joint.ranks[rank], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        Notify::Fabric fabric(params.fabric, rank);
+        DeviceWarp warp(params.ranks[rank], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
         const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
         if (rank == 0) {
             const size_t staging = c.heap.rdma_staging(0, 1, 0);
@@ -132,11 +133,11 @@ inline void run_turns(uint64_t seed) {
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 1'000'000'000);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
     simt::run(2, 1, 32 * kWarps, seed, [&] {
         const int rank = static_cast<int>(blockIdx.x), own = static_cast<int>(threadIdx.x / 32);
-        Notify::Fabric fabric(joint.fabric, rank);
-        DeviceWarp warp(joint.ranks[rank], 1, Role::SenderCoordinator, own,
+        Notify::Fabric fabric(params.fabric, rank);
+        DeviceWarp warp(params.ranks[rank], 1, Role::SenderCoordinator, own,
                         kernels::bulk_buffers());
         const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
         if (rank == 0) {
@@ -172,12 +173,12 @@ inline void run_lost_turn() {
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 50'000'000);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
-    const auto queue = joint.fabric.ranks[0].queues.puts(0, 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto queue = params.fabric.ranks[0].queues.puts(0, 1);
     queue.producer->begun = 1;
     simt::run(1, 1, 32, 1, [&] {
-        Notify::Fabric fabric(joint.fabric, 0);
-        DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        Notify::Fabric fabric(params.fabric, 0);
+        DeviceWarp warp(params.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
         fabric.signal_to(warp, 0, 1, c.heap.rdma_tail(0, 0), 0, 1);
     });
     ptx::end_of_launch();
@@ -197,11 +198,11 @@ inline void run_full_queue(uint64_t seed, int carried_out) {
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 300'000'000);
     grid.fabric().stop_cards(carried_out);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
-    const int depth = static_cast<int>(joint.fabric.ranks[0].queues.depth);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
+    const int depth = static_cast<int>(params.fabric.ranks[0].queues.depth);
     simt::run(1, 1, 32, 1, [&] {
-        Notify::Fabric fabric(joint.fabric, 0);
-        DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        Notify::Fabric fabric(params.fabric, 0);
+        DeviceWarp warp(params.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
         const size_t data = c.heap.rdma_data(0, 0, 1), staging = c.heap.rdma_staging(0, 1, 0);
         for (int i = 0; i <= depth + carried_out; ++i) fabric.put_to(warp, 0, 1, data, staging, 16);
     });
@@ -211,7 +212,7 @@ inline void run_full_queue(uint64_t seed, int carried_out) {
     if (incident.outcome != Outcome::Timeout || incident.wait != Wait::SendQueue ||
         incident.peer != 1 || incident.seen != posted || incident.expected != posted + 1)
         simt::die("a full queue is not reported");
-    const auto queue = joint.fabric.ranks[0].queues.puts(0, 1);
+    const auto queue = params.fabric.ranks[0].queues.puts(0, 1);
     if (queue.end_of(*queue.doorbell_word()) != posted) simt::die("a full queue is not rung");
 }
 
@@ -222,12 +223,12 @@ inline void run_told() {
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
     const uint64_t word = ControlBlock::abort_word(Outcome::Failed, 7);
     grid.report(0).abort = word;
     simt::run(1, 1, 32, 1, [&] {
-        Notify::Fabric fabric(joint.fabric, 0);
-        DeviceWarp warp(joint.ranks[0], 1, Role::Notify, 0, kernels::bulk_buffers());
+        Notify::Fabric fabric(params.fabric, 0);
+        DeviceWarp warp(params.ranks[0], 1, Role::Notify, 0, kernels::bulk_buffers());
         const size_t flag = c.heap.notify_rail_flag(1);
         const auto need = [&](int) {
             return WaitCondition{fabric.acquire_signal<DeviceWarp>(0, flag), 1, 1};
@@ -250,12 +251,12 @@ inline void run_incident(uint64_t seed) {
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
     ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(), side.heaps[1].as<ControlBlock>()};
     // of one lane's writes only those before its warp last met are known to be released
     simt::order::ignore(blocks[0]->incidents, sizeof(blocks[0]->incidents));
     simt::run(2, 1, 32, seed, [&] {
-        const DeviceRank& rank = joint.ranks[blockIdx.x];
+        const DeviceRank& rank = params.ranks[blockIdx.x];
         DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
         if (rank.rank == 0)
             return warp.fail(Outcome::Mismatch, Wait::None, WaitCondition{11, 12, 1});
@@ -275,13 +276,13 @@ inline void run_waits() {
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side);
-    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const auto params = grid.params<Notify>(std::vector<NotifyArgs>(2), 1);
     constexpr uint64_t kLate = 20'000'000;  // ns
     char* heap = side.heaps[0].data();
     uint64_t* flag = reinterpret_cast<uint64_t*>(heap + c.heap.nvl_tail(0, 0, 1));
     const uint64_t* waited = reinterpret_cast<uint64_t*>(heap + c.heap.waited());
     simt::run(2, 1, 32, 1, [&] {
-        const DeviceRank& rank = joint.ranks[blockIdx.x];
+        const DeviceRank& rank = params.ranks[blockIdx.x];
         DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
         const auto need = [&](int lane) {
             if (lane == 0) return WaitCondition{1, 1, 0};
@@ -357,7 +358,7 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     Grid grid(c, side, 50'000'000);
     auto notify = notify_args(c, inputs, layouts, 0, side);
     if (in_notify) notify.pop_back();
-    grid.run(kernels::notify_kernel<Notify>, grid.joint<Notify>(notify, c.heap.channels + 1),
+    grid.run(kernels::notify_kernel<Notify>, grid.params<Notify>(notify, c.heap.channels + 1),
              static_cast<int>(notify.size()));
     if ((grid.report(0).abort != 0) != in_notify) simt::die("the wrong step gave up");
     for (int expert = 0; expert < c.heap.local_experts(); ++expert) {
@@ -385,12 +386,12 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     }
     const std::vector<DispatchArgs> alone{dispatch[0]};
     const auto dispatch_roles = grid.roles<DispatchRoles>();
-    auto dispatch_joint = grid.joint<Dispatch>(alone, dispatch_roles.warps() * c.heap.channels);
-    dispatch_joint.roles = dispatch_roles;
-    dispatch_joint.ends_call = !local_pass;
-    grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_joint, 1);
-    dispatch_joint.ends_call = true;
-    if (local_pass) grid.run(kernels::intra_rank_permute_kernel<Dispatch>, dispatch_joint, 1);
+    auto dispatch_params = grid.params<Dispatch>(alone, dispatch_roles.warps() * c.heap.channels);
+    dispatch_params.roles = dispatch_roles;
+    dispatch_params.ends_call = !local_pass;
+    grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_params, 1);
+    dispatch_params.ends_call = true;
+    if (local_pass) grid.run(kernels::intra_rank_permute_kernel<Dispatch>, dispatch_params, 1);
     if (!grid.report(0).abort) simt::die("rank 0 did without rank 1");
     const ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(),
                                     side.heaps[1].as<ControlBlock>()};
@@ -405,7 +406,7 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     if (layouts[0].totals().epoch) simt::die("the handle of a dispatch that was given up is good");
     if (in_notify) return;
     const auto roles = grid.roles<CombineRoles>();
-    auto all = grid.joint<Combine>(combine, roles.warps() * c.heap.channels);
+    auto all = grid.params<Combine>(combine, roles.warps() * c.heap.channels);
     all.roles = roles;
     all.ends_call = true;
     grid.run(kernels::combine_kernel<float, false, Combine>, all, 2);
@@ -441,7 +442,7 @@ inline void run_fused_given_up(bool is_absent, int tokens) {
                        notify[rank]));
     }
     grid.run(kernels::fused_dispatch_kernel<FusedDispatch>,
-             grid.joint_of_roles<FusedDispatch>(args), ranks);
+             grid.params_of_roles<FusedDispatch>(args), ranks);
     const uint64_t reason = ControlBlock::abort_word(
         is_absent ? Outcome::Timeout : Outcome::BadInput, is_absent ? 0 : 1);
     for (int rank = 0; rank < ranks; ++rank) {
@@ -502,9 +503,9 @@ inline void run_unfit() {
         for (const CombineArgs& a : args_of(layouts))
             args.push_back({static_cast<const TransferArgs&>(a)});
         for (DispatchArgs& a : args) a.max_rows = 1 << 20;
-        auto joint = grid.joint<Dispatch>(args, kBlockWarps);
-        joint.roles = grid.roles<DispatchRoles>();
-        grid.run(kernels::dispatch_kernel<Dispatch>, joint, 2);
+        auto params = grid.params<Dispatch>(args, kBlockWarps);
+        params.roles = grid.roles<DispatchRoles>();
+        grid.run(kernels::dispatch_kernel<Dispatch>, params, 2);
         expect(grid, Outcome::NoLayout, "dispatch goes on without a layout");
     }
     for (const bool has_layout : {false, true}) {
@@ -521,9 +522,9 @@ inline void run_unfit() {
             }
         }
         const auto roles = grid.roles<CombineRoles>();
-        auto joint = grid.joint<Combine>(args_of(layouts), roles.warps() * c.heap.channels);
-        joint.roles = roles;
-        grid.run(kernels::combine_kernel<float, false, Combine>, joint, 2);
+        auto params = grid.params<Combine>(args_of(layouts), roles.warps() * c.heap.channels);
+        params.roles = roles;
+        grid.run(kernels::combine_kernel<float, false, Combine>, params, 2);
         expect(grid, has_layout ? Outcome::Overflow : Outcome::NoLayout,
                "combine goes on with an unfit handle");
     }

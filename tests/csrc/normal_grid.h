@@ -20,55 +20,55 @@ class Grid {
         reports_.resize(c.topology.world());
     }
 
-    template <class J, class Args>
-    J joint(const std::vector<Args>& args, int warps) {
-        J joint{};
-        joint.fabric = fabric_.params();
-        joint.blocks_per_rank = ceil_div(warps, kBlockWarps);
+    template <class L, class Args>
+    L params(const std::vector<Args>& args, int warps) {
+        L params{};
+        params.fabric = fabric_.params();
+        params.blocks_per_rank = ceil_div(warps, kBlockWarps);
         for (size_t i = 0; i < args.size(); ++i) {
-            joint.args[i] = args[i];
-            joint.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
-            joint.ranks[i] = device_rank(i);
+            params.args[i] = args[i];
+            params.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
+            params.ranks[i] = device_rank(i);
         }
-        return joint;
+        return params;
     }
 
     // Of a dispatch or combine.
-    template <class J, class Args>
-    J joint_of_roles(const std::vector<Args>& args) {
-        const auto roles = this->roles<decltype(J::roles)>();
-        J all = joint<J>(args, roles.warps() * case_.heap.channels);
+    template <class L, class Args>
+    L params_of_roles(const std::vector<Args>& args) {
+        const auto roles = this->roles<decltype(L::roles)>();
+        L all = params<L>(args, roles.warps() * case_.heap.channels);
         all.roles = roles;
         all.ends_call = true;
         return all;
     }
 
     // A launch of the intra-rank pass.
-    template <class J>
-    void launch_spread(void (*kernel)(J), J joint) {
-        joint.blocks_per_rank = case_.pick(1, 2);
-        launch(kernel, joint);
+    template <class L>
+    void launch_spread(void (*kernel)(L), L params) {
+        params.blocks_per_rank = case_.pick(1, 2);
+        launch(kernel, params);
     }
 
-    template <class J>
-    void run(void (*kernel)(J), const J& joint, int ranks, unsigned threads = kBlockThreads) {
-        simt::run(ranks, joint.blocks_per_rank, threads, case_.random(), [&] { kernel(joint); });
+    template <class L>
+    void run(void (*kernel)(L), const L& params, int ranks, unsigned threads = kBlockThreads) {
+        simt::run(ranks, params.blocks_per_rank, threads, case_.random(), [&] { kernel(params); });
         ptx::end_of_launch();
     }
 
-    template <class J>
-    void launch(void (*kernel)(J), const J& joint) {
-        run(kernel, joint, case_.topology.world());
+    template <class L>
+    void launch(void (*kernel)(L), const L& params) {
+        run(kernel, params, case_.topology.world());
         check_reports();
     }
 
     // The same with one of the intra-rank pass beside it.
-    template <class J>
-    void launch_beside(void (*kernel)(J), const J& joint, void (*local)(J)) {
-        J side = joint;
+    template <class L>
+    void launch_beside(void (*kernel)(L), const L& params, void (*local)(L)) {
+        L side = params;
         side.blocks_per_rank = case_.pick(1, 2);
         simt::run_beside(
-            case_.topology.world(), joint.blocks_per_rank, [&] { kernel(joint); },
+            case_.topology.world(), params.blocks_per_rank, [&] { kernel(params); },
             side.blocks_per_rank, [&] { local(side); }, kBlockThreads, case_.random());
         ptx::end_of_launch();
         check_reports();

@@ -36,7 +36,7 @@ SAME_PLACE(SendEntry::Atomic, increment, mlx5_wqe_atomic_seg, swap_add);
 SAME_PLACE(SendEntry::Atomic, compare, mlx5_wqe_atomic_seg, compare);
 static_assert(SendEntry::kWrite == MLX5_OPCODE_RDMA_WRITE);
 static_assert(SendEntry::kFetchAdd == MLX5_OPCODE_ATOMIC_FA);
-static_assert(SendEntry::kTellCompletion == MLX5_WQE_CTRL_CQ_UPDATE);
+static_assert(SendEntry::kReportCompletion == MLX5_WQE_CTRL_CQ_UPDATE);
 static_assert(sizeof(ep::Completion) == sizeof(mlx5_cqe64));
 SAME_PLACE(ep::Completion, opcode_and_queue, mlx5_cqe64, sop_drop_qpn);
 SAME_PLACE(ep::Completion, entry, mlx5_cqe64, wqe_counter);
@@ -106,13 +106,13 @@ void check_format() {
 void check_completions() {
     Completion completion;
     const auto word = [&] { return *completion.last_word(); };
-    completion.tell(0, Completion::kNothingYet);
+    completion.report(0, Completion::kNothingYet);
     require(!Completion::is_there(word(), 0) && !Completion::is_there(word(), 1),
             "a completion is there before the first");
     for (uint64_t round = 0; round < 4; ++round) {
         for (const uint64_t kind :
              {Completion::kDone, Completion::kRequestError, Completion::kResponseError}) {
-            completion.tell(0xabcd, kind, round);
+            completion.report(0xabcd, kind, round);
             require(completion.entry == 0xabcd && completion.kind == (kind << 4 | (round & 1)),
                     "a completion says something else");
             require(Completion::is_there(word(), round) && !Completion::is_there(word(), round + 1),
@@ -149,7 +149,7 @@ void check_wrap() {
         const auto take_one = [&] {
             require(queue.entries[taken & (depth - 1)].index() == static_cast<uint16_t>(taken),
                     "an entry is not where its number says");
-            completion.tell(static_cast<uint16_t>(taken++), Completion::kDone);
+            completion.report(static_cast<uint16_t>(taken++), Completion::kDone);
         };
         HelpingWarp warp;
         bool was_full = false;
@@ -178,7 +178,7 @@ struct CardMemory {
     static constexpr uint32_t kData = 0x11, kFlags = 0x22, kSource = 0x33, kScratch = 0x44;
 
     explicit CardMemory(uint32_t depth) : entries(4 * depth), completions(2 * depth) {
-        for (Completion& completion : completions) completion.tell(0, Completion::kNothingYet);
+        for (Completion& completion : completions) completion.report(0, Completion::kNothingYet);
         card.entries = entries.data();
         card.doorbell = &doorbell;
         card.bell = &bell;
@@ -202,8 +202,8 @@ struct CardMemory {
         return static_cast<uint16_t>(std::bit_cast<SendEntry::Begin>(bell).index_and_opcode >> 8);
     }
     void tell(uint64_t entry, uint64_t how) {
-        completions[entry & card.last_completion].tell(static_cast<uint16_t>(entry), how,
-                                                       entry >> card.completion_bits);
+        completions[entry & card.last_completion].report(static_cast<uint16_t>(entry), how,
+                                                         entry >> card.completion_bits);
     }
 
     std::vector<SendEntry> entries;
@@ -332,22 +332,23 @@ uint64_t abort_word_in(int socket) {
 }
 
 // Of a failure that only the rank's own word says, as a GPU leaves it: the other machine has it
-// when tell_now returns, unless the others go on without this rank.
-void check_tell_now() {
+// when flush_reports returns, unless the others go on without this rank.
+void check_flush_reports() {
     for (const Outcome outcome : {Outcome::Timeout, Outcome::CutOff}) {
         for (const int times : {0, 0, 0, 5}) {
             TestRank rank(0);
-            rank.nic->tell_now();  // does not run yet
+            rank.nic->flush_reports();  // does not run yet
             int sockets[2];
             require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
             SoftwareNic::Links links(2);
             links[1] = std::make_unique<LateLink>(sockets[0], times);
             const auto& link = static_cast<const LateLink&>(*links[1]);
             rank.nic->start_over(std::move(links));
-            std::this_thread::sleep_for(std::chrono::milliseconds(5));  // until it has a nap
+            std::this_thread::sleep_for(
+                std::chrono::milliseconds(5));  // until it has a poll_interval
             const uint64_t word = ControlBlock::abort_word(outcome, 0);
             std::atomic_ref<uint64_t>(rank.controls[0].abort).store(word);
-            rank.nic->tell_now();
+            rank.nic->flush_reports();
             require(link.has_arrived(), "what is on its way may be taken back");
             require(abort_word_in(sockets[1]) == (outcome == Outcome::CutOff ? 0 : word),
                     "the other machine knows less, or more");
@@ -477,7 +478,7 @@ int main(int argc, char** argv) {
     ep::check_wrap();
     ep::check_card_wrap();
     ep::check_garbage();
-    ep::check_tell_now();
+    ep::check_flush_reports();
     ep::check_goodbye();
     const bool is_all = argc == 2 && std::string(argv[1]) == "all";
     ep::run_rounds(is_all ? 70'000 : 1'500);

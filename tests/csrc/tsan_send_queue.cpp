@@ -4,7 +4,7 @@
 void tell_while_stopping() {
     ep::TestRank a(0);
     std::jthread tells([&](const std::stop_token& stop) {
-        while (!stop.stop_requested()) a.nic->tell_now();
+        while (!stop.stop_requested()) a.nic->flush_reports();
     });
     for (int i = 0; i < 50; ++i) {
         const ep::Wire wire(std::nullopt);

@@ -217,7 +217,7 @@ void check_fork(Fake& fake) {
     if (child == 0) {
         alarm(30);
         std::atomic_ref<uint64_t>(a.controls[0].abort).store(1);
-        a.nic->tell_now();
+        a.nic->flush_reports();
         a.nic->close(a.port);
         a.nic->stop(std::chrono::seconds(1));
         ranks.reset();

@@ -52,7 +52,7 @@ template <bool kMapped>
 class ProgramFabric : public VirtualFabric<kMapped> {
   public:
     ProgramFabric(Topology, int rank, const std::vector<char*>&, SimulatedNetwork*)
-        : VirtualFabric<kMapped>(world->cluster, world->cards, rank, world->images) {}
+        : VirtualFabric<kMapped>(world->cluster, world->cards, rank, world->images, false) {}
 };
 
 Machine random_machine(std::mt19937_64& random) {

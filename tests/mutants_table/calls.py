@@ -25,9 +25,9 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, has_arrived)) {
         }"""
 REACHED = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
                              args.rank};"""
-BEGINS = "if (does_nothing(args) || !begins(joint, position, args, number)) return;"
-ENDS = "if (!joint.ends_call || does_nothing(joint.args[position.index])) return;"
-PASSES = """if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || does_nothing(args) ||
+BEGINS = "if (is_skipped(args) || !begins(params, position, args, number)) return;"
+ENDS = "if (!params.ends_call || is_skipped(params.args[position.index])) return;"
+PASSES = """if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || is_skipped(args) ||
         is_aborted(rank))
         return;"""
 GUESSED = """return rows >= min_rows && rows <= max_rows && totals.received_rows <= max_received &&
@@ -77,16 +77,16 @@ COUNTS = """return WaitCondition{
                         args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};"""
 
 MUTANTS = [
-    Mutant("sums for others: not forgotten", COMBINE, "if (out.next == out.end) forget_sums(rings, args, rank);"),
+    Mutant("sums for others: not forgotten", COMBINE, "if (out.next == out.end) reset_sums(rings, args, rank);"),
     Mutant(
         "sums for this rank: not forgotten",
         "protocol/combine_receiver.h",
-        "if (is_last) warp.lanes(1, [&](int) { forget_sums(rings, args, args.rank); });",
+        "if (is_last) warp.lanes(1, [&](int) { reset_sums(rings, args, args.rank); });",
     ),
     # ---- a dispatch that is launched ahead
-    changed("a wrong guess: dispatched", KERNELS, BEGINS, "does_nothing(args) || ", ""),
-    changed("a wrong guess: ended", KERNELS, ENDS, " || does_nothing(joint.args[position.index])", ""),
-    changed("a wrong guess: own rows copied", KERNELS, PASSES, "does_nothing(args)", "false"),
+    changed("a wrong guess: dispatched", KERNELS, BEGINS, "is_skipped(args) || ", ""),
+    changed("a wrong guess: ended", KERNELS, ENDS, " || is_skipped(params.args[position.index])", ""),
+    changed("a wrong guess: own rows copied", KERNELS, PASSES, "is_skipped(args)", "false"),
     changed("a guess: too much room", ARGS, GUESSED, "rows >= min_rows", "true"),
     changed("a guess: too little room", ARGS, GUESSED, "rows <= max_rows", "true"),
     changed("a guess: small tables", ARGS, GUESSED, "totals.received_rows <= max_received", "true"),
@@ -152,8 +152,7 @@ MUTANTS = [
     changed(
         "nvl_sender: a plan's tokens for other nodes alone are served",
         DISPATCH,
-        """return args.topology().node_of(rank) == node &&
-               !(rank == args.rank && args.has_intra_rank_pass);""",
+        "return topology.node_of(rank) == node && !(rank == args.rank && args.has_intra_rank_pass);",
         "== node",
         "!= node",
     ),
@@ -200,8 +199,8 @@ MUTANTS = [
     Mutant(
         "combine_receiver: partial rows are not waited for",
         COMBINE_RECEIVER,
-        "if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;",
-        "(void)here;",
+        "return here || warp.wait_all(Wait::PartialRow, format.topk, has_arrived);",
+        "return true;",
     ),
     changed("combine_nvl_sender: the rank's scope", COMBINE, NVL_SENDER, SYSTEM, RANK),
     changed("combine_nvl_sender: a credit", COMBINE, NVL_SENDER, "publish<", "credit<"),
@@ -225,12 +224,12 @@ MUTANTS = [
     Mutant(
         "combine_receiver: slots are taken up out of order",
         COMBINE_RECEIVER,
-        "if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;",
+        "if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return false;",
     ),
     Mutant(
         "combine_receiver: slots are freed out of order",
         COMBINE_RECEIVER,
-        "if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;",
+        "if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, is_next)) return false;",
     ),
     changed(
         "combine_receiver: who waits for a row does not tell of free slots",

@@ -3,7 +3,7 @@
 from mutants_table.mutant import BULK, LL, MET, P2P, RANK, ROWS, SYSTEM, WARP, Mutant, changed
 
 LOW_LATENCY = "protocol/low_latency.h"
-LL_HALVES = "protocol/low_latency_halves.h"
+LL_HALVES = "protocol/low_latency_mask.h"
 LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
 LL_DISPATCH, LL_RECEIVE = "protocol/low_latency_dispatch.h", "protocol/low_latency_dispatch_receive.h"
 LL_HEAP = "core/low_latency_heap.h"
@@ -15,8 +15,8 @@ LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, 
         if (call.fabric.maps(first + lane) && names(first + lane))
             store(call.fabric.template at<uint64_t>(first + lane, flag), to);
     });»"""
-LL_RELEASES = "return last && *call.fabric.template own<uint64_t>(released) == last;"
-LL_TO_ALL = "to_all = *call.fabric.template own<uint64_t>(heap.sent(Args::kKind)) > call.number;"
+LL_RELEASES = "return last && *call.word(released) == last;"
+LL_TO_ALL = "to_all = *call.word(heap.sent(Args::kKind)) > call.number;"
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "signal_rows: a signal that was left out is not made up for",
         LOW_LATENCY,
-        "*call.fabric.template own<uint64_t>(signalled) = call.number;",
+        "*call.word(signalled) = call.number;",
         programs=("low_latency_nccl", "low_latency_queue"),
     ),
     Mutant(
@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "released_last: never",
         LOW_LATENCY,
-        "return call.previous() && *call.fabric.template own<uint64_t>(credited) != call.previous();",
+        "return call.previous() && *call.word(credited) != call.previous();",
         "(void)credited; return false;",
         LL_NETWORKS,
     ),
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "release_bank: what choices told is not made up for",
         LOW_LATENCY,
-        "from = *call.fabric.template own<uint64_t>(heap.credited(call.bank));",
+        "from = *call.word(heap.credited(call.bank));",
         programs=LL_NETWORKS,
     ),
     Mutant(
@@ -135,15 +135,15 @@ MUTANTS = [
     Mutant(
         "mask_ranks: a rank goes on that is taken for dead",
         LL_MASK,
-        "if (told) return end_by(first + lowest_lane(told));",
+        "if (cut_off) return end_by(first + lowest_lane(cut_off));",
         "",
         LL,
     ),
     Mutant(
         "mask_ranks: nobody is told why",
         LL_MASK,
-        "tell(silent, MaskReason::Silent);",
-        "tell(silent, MaskReason::Asked);",
+        "notify(silent, MaskReason::Silent);",
+        "notify(silent, MaskReason::Asked);",
         LL,
     ),
     Mutant("decide_membership: lanes do not meet", LL_MASK, "warp.lanes(lanes, [](int) {});", programs=LL),

@@ -51,7 +51,7 @@ RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothin
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsAll) put_rows(warp, rings, node, from, to);
         fabric.signal_to(warp, channel, args.on_rail(node),
                          args.heap.rdma_tail(channel, args.node()), from, to);"""
-HAS_ENDED = "return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));"
+HAS_ENDED = "return ptx::load_acquire_sys(&rank.control->abort) || (rank.polls_report && host_aborted(rank));"
 SIGNAL_TO = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 CREDIT_TO = "warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);"
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
@@ -243,7 +243,7 @@ MUTANTS = [
         QUEUES,
     ),
     Mutant("has_ended: hears no host", DEVICE_RANK, HAS_ENDED, HAS_ENDED.split(" || ")[0] + ";", QUEUES),
-    Mutant("has_heard: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
+    Mutant("host_aborted: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
     changed("open_rdma_rings: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
     Mutant(
         "sender_coordinator: the signal before the rows",
@@ -305,7 +305,13 @@ MUTANTS = [
         "",
         DIRECT,
     ),
-    Mutant("direct: queue pairs go on after the end", CARD_LINK, "CardLink::~CardLink() { «stop();» }", "", DIRECT),
+    Mutant(
+        "direct: queue pairs go on after the end",
+        "fabric/queue/card_link.h",
+        "~CardLink() override { «CardLink::stop();» }",
+        "",
+        DIRECT,
+    ),
     Mutant(
         "direct: a network that starts again keeps its queue pairs",
         SOFTWARE_NIC,

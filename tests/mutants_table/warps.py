@@ -4,7 +4,7 @@ from mutants_table.mutant import BULK, KERNELS, LL, ROWS, WARP, Mutant, changed
 
 QUANTIZE = "exec/device/quantize.h"
 LETS_COME = """if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
-                ptx::let_next_launch_come();"""
+                ptx::launch_dependents();"""
 POINTS = (
     "if (lane_id() == 0)\n            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);"
 )
@@ -103,7 +103,7 @@ MUTANTS = [
         "return *flag;",
     ),
     Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
-    changed("let_next_launch_come: the first warp does", WARP, LETS_COME, "blockDim.x / 32", "1", LL),
+    changed("launch_dependents: the first warp does", WARP, LETS_COME, "blockDim.x / 32", "1", LL),
     # ---- warps that meet
     Mutant("meet: a block before all of its warps", KERNELS, "«__syncthreads();»\n    if (warp_of_block() == 0) {"),
     Mutant(

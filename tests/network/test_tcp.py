@@ -156,9 +156,9 @@ class Telling(_C.SoftwareNic):
 
     told = 0
 
-    def tell_now(self):
+    def flush_reports(self):
         self.told += threading.current_thread() is threading.main_thread()  # a monitor of the buffer does so, too
-        super().tell_now()
+        super().flush_reports()
 
 
 def run_calls_that_tell() -> None:

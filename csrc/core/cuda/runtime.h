@@ -15,6 +15,25 @@ inline void check_cuda(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+inline void synchronize_device() { check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+
+inline void copy_async(void* to, const void* from, size_t bytes, void* stream) {
+    check_cuda(
+        cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
+        "cudaMemcpyAsync");
+}
+inline void synchronize(void* stream) {
+    check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+}
+
+// Returns the address on the current GPU of host memory that is mapped for it.
+template <class T>
+T* on_gpu(T* mapped) {
+    void* address = nullptr;
+    check_cuda(cudaHostGetDevicePointer(&address, mapped, 0), "cudaHostGetDevicePointer");
+    return static_cast<T*>(address);
+}
+
 // Makes a device current for the calling thread until the end of the scope. cudaSetDevice creates a
 // context of hundreds of megabytes on a device that has none, so it is called only to switch
 // devices. The destructor must switch back all the same, or later work of the thread would go to

@@ -13,7 +13,7 @@ namespace ep {
 
 struct Architecture {
     static constexpr bool kHasCopyEngine = EP_ARCHITECTURE >= 900;  // bulk copies, see bulk.h
-    // See let_next_launch_come in ptx.h. Not tried on later GPUs.
+    // See launch_dependents in ptx.h. Not tried on later GPUs.
     static constexpr bool kHasEarlyLaunches = EP_ARCHITECTURE == 900;
     static constexpr bool kHasPackedMax = EP_ARCHITECTURE >= 900;
     static constexpr bool kHasFloat8 = EP_ARCHITECTURE >= 890;

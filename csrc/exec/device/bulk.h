@@ -33,7 +33,7 @@ struct BulkBuffers {
     uint64_t done;  // in the block's first buffers: number of warps that wait for no rank any more
 
     // Called by one warp, once, before use: its lanes meet before any of them waits at a barrier.
-    __device__ __forceinline__ void init() {
+    EP_FN void init() {
         if (rows::lane_id() == 0) {
             for (uint64_t& barrier : filled) ptx::barrier_init(&barrier, 1);
             ptx::barrier_init(&pieces_filled, 1);
@@ -48,11 +48,11 @@ class BulkCopier {
     // Below, loads and stores have less to wait for. Not measured: chosen as two vectors per lane.
     static constexpr size_t kMinBytes = 1024;
 
-    __device__ __forceinline__ explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
+    EP_FN explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
 
     // Begins to read the row that the next multicast writes.
     template <CacheHint hint>
-    __device__ __forceinline__ void stage(const void* src, size_t bytes) {
+    EP_FN void stage(const void* src, size_t bytes) {
         ptx::fence_proxy_async_global();
         in_ = static_cast<const char*>(src);
         left_ = bytes;
@@ -62,8 +62,7 @@ class BulkCopier {
     // Copies a row, read once, to the destination of each lane in the mask. Returns when it is
     // read.
     template <CacheHint hint>
-    __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
-                                              size_t bytes) {
+    EP_FN void multicast(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
         for_each_chunk(src, bytes, [&](char* part, uint32_t done, uint32_t size) {
@@ -72,9 +71,8 @@ class BulkCopier {
     }
 
     // Does the same with bf16 as fp8: the first half of each buffer becomes what is written.
-    __device__ __forceinline__ void quantize(void* own_dst, uint32_t mask, const void* src,
-                                             uint32_t count, uint32_t scales_at,
-                                             ScaleFormat format) {
+    EP_FN void quantize(void* own_dst, uint32_t mask, const void* src, uint32_t count,
+                        uint32_t scales_at, ScaleFormat format) {
         static_assert(BulkBuffers::kChunkBytes % (2 * kScaleBlock) == 0);
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
@@ -93,8 +91,7 @@ class BulkCopier {
     // that lane's destination. A buffer holds several rows or a part of one, and one buffer is read
     // while the other is written.
     template <CacheHint hint>
-    __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
-                                              uint32_t bytes) {
+    EP_FN void copy_each(void* own_dst, const void* own_src, uint32_t mask, uint32_t bytes) {
         const uint32_t own = lanes_below(mask, rows::lane_id()), count = __popc(mask);
         const bool takes_part = mask >> rows::lane_id() & 1;
         for (uint32_t at = 0; at < bytes; at += BulkBuffers::kChunkBytes) {
@@ -129,7 +126,7 @@ class BulkCopier {
     }
 
     // Discards what was staged.
-    __device__ __forceinline__ void drop() {
+    EP_FN void drop() {
         for (; emptied_ != filled_; ++emptied_) {
             wait_filled();
             ptx::bulk_commit();  // one group per chunk, as `fill` counts them
@@ -143,8 +140,8 @@ class BulkCopier {
     // others of its SM add theirs. Weights follow the pieces, in the buffers only if they are many.
     // A shuffle would not do, because lanes beyond a piece's end take no part in its loop.
     template <class T, CacheHint hint, class Weight>
-    __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
-                                        uint32_t mask, uint32_t bytes) {
+    EP_FN void sum(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                   uint32_t bytes) {
         constexpr uint32_t kVector = sizeof(uint4);
         static_assert(kMostRows<kVector> >= 32);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
@@ -173,9 +170,8 @@ class BulkCopier {
     // Sums rows, which may lie anywhere, and sends the sum as lines. Few lines, a single row, or
     // more rows than the buffers hold pieces of are summed in registers.
     template <class T, class Weight>
-    __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
-                                             uint32_t mask, uint32_t bytes, const Lines& lines,
-                                             uint64_t tag) {
+    EP_FN void send_sum(char* slot, const char* own_src, Weight own_weight, uint32_t mask,
+                        uint32_t bytes, const Lines& lines, uint64_t tag) {
         constexpr int kFewLines = 16;
         constexpr uint32_t kStep = rows::kLinesAtOnce * Line::kPayload;
         const bool fits = (mask & (mask - 1)) && __popc(mask) <= kMostRows<kStep>;
@@ -202,7 +198,7 @@ class BulkCopier {
 
     // Called by every lane, whose writes are its own: before any lane releases what was copied, and
     // before the kernel ends.
-    __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
+    EP_FN void wait_written() { ptx::bulk_wait_written(); }
 
   private:
     static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
@@ -214,8 +210,8 @@ class BulkCopier {
     // of all rows in the mask, at most kMostRows<kUnit>, once it has arrived. Pieces are multiples
     // of kUnit, except for the last.
     template <uint32_t kUnit, CacheHint hint, class Weight, class Add>
-    __device__ __forceinline__ void for_each_piece(const void* own_src, Weight own_weight,
-                                                   uint32_t mask, uint32_t bytes, Add&& add) {
+    EP_FN void for_each_piece(const void* own_src, Weight own_weight, uint32_t mask, uint32_t bytes,
+                              Add&& add) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
         static_assert(32 * sizeof(Weight) <= kWeightBytes && kWeightBytes % 16 == 0);
         const uint32_t count = __popc(mask);
@@ -248,13 +244,10 @@ class BulkCopier {
     }
 
     // Stores rows' weights side by side, in lane order. They are visible once the lanes have met.
-    __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, char*, bool, uint32_t) {
-        return {};
-    }
+    EP_FN rows::NoWeights share(rows::NoWeight, char*, bool, uint32_t) { return {}; }
     template <class Weight>
-    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, char* place,
-                                                                 bool takes_part,
-                                                                 uint32_t own_row) {
+    EP_FN rows::SharedWeights<Weight> share(Weight own, char* place, bool takes_part,
+                                            uint32_t own_row) {
         auto* first = reinterpret_cast<Weight*>(place);
         if (takes_part) ptx::store_shared(first + own_row, own);
         // Orders these stores before a later copy of rows to the same place, or the copy might come
@@ -265,7 +258,7 @@ class BulkCopier {
 
     // Calls f(buffer, bytes before it, bytes in it) for each chunk of a row, once it has arrived.
     template <class F>
-    __device__ __forceinline__ void for_each_chunk(const void* src, size_t bytes, F&& f) {
+    EP_FN void for_each_chunk(const void* src, size_t bytes, F&& f) {
         if (filled_ == emptied_) stage<CacheHint::Keep>(src, bytes);
         for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
             wait_filled();
@@ -278,15 +271,15 @@ class BulkCopier {
         __syncwarp();
     }
 
-    static __device__ __forceinline__ uint32_t chunk(size_t rest) {
+    static EP_FN uint32_t chunk(size_t rest) {
         return rest < BulkBuffers::kChunkBytes ? rest : BulkBuffers::kChunkBytes;
     }
 
-    __device__ __forceinline__ char* buffer(uint32_t number) const {
+    EP_FN char* buffer(uint32_t number) const {
         return buffers_.data[number % BulkBuffers::kBuffers];
     }
 
-    __device__ __forceinline__ void wait_filled() {
+    EP_FN void wait_filled() {
         while (!ptx::barrier_try_wait(&buffers_.filled[emptied_ % BulkBuffers::kBuffers],
                                       emptied_ / BulkBuffers::kBuffers & 1)) {
         }
@@ -294,7 +287,7 @@ class BulkCopier {
 
     // Fills the oldest buffer first: its writes are done when the kYounger others may still read.
     template <CacheHint hint, int kYounger>
-    __device__ __forceinline__ void stage_chunks() {
+    EP_FN void stage_chunks() {
         if (!left_) return;
         fill<hint, kYounger>();
         if constexpr (kYounger > 0) stage_chunks<hint, kYounger - 1>();
@@ -302,7 +295,7 @@ class BulkCopier {
 
     // Starts to read the next chunk, once all but kPending newer writes have read their buffers.
     template <CacheHint hint, int kPending>
-    __device__ __forceinline__ void fill() {
+    EP_FN void fill() {
         ptx::bulk_wait_read<kPending>();
         __syncwarp();
         const uint32_t size = chunk(left_);

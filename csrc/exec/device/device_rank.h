@@ -21,34 +21,34 @@ struct DeviceRank {
     uint64_t** abort_words;  // of the ranks whose memory this one can write, itself included
     uint64_t* waited;        // [world], ns, see Heap
     // Whether the report's abort word ends waits, too: the host hears of ranks on other machines.
-    bool hears_report;
+    bool polls_report;
 };
 
 #if defined(__CUDACC__)
 
 // Reports the abort word by a store, because not every bus has atomics on host memory: all writers
 // of the word give the same reason.
-__device__ __forceinline__ void report_abort(const DeviceRank& rank) {
+EP_FN void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
 }
 
 // Ends all waits of all reachable ranks as the word says. Called by one thread.
-__device__ __forceinline__ void abort_all(const DeviceRank& rank, uint64_t word) {
+EP_FN void abort_all(const DeviceRank& rank, uint64_t word) {
     for (int i = 0; i < rank.num_reachable; ++i)
         ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
 }
 
 // Whether the host has heard that a rank gave up, which is then passed on. Not inlined: every wait
 // would pay for it with registers.
-__device__ __noinline__ inline bool has_heard(const DeviceRank& rank) {
+__device__ __noinline__ inline bool host_aborted(const DeviceRank& rank) {
     const uint64_t word = ptx::load_acquire_sys(&rank.report->abort);
     if (word) abort_all(rank, word);
     return word != 0;
 }
 
 // Whether a rank gave up. Called from time to time by a lane that waits.
-__device__ __forceinline__ bool has_ended(const DeviceRank& rank) {
-    return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));
+EP_FN bool has_ended(const DeviceRank& rank) {
+    return ptx::load_acquire_sys(&rank.control->abort) || (rank.polls_report && host_aborted(rank));
 }
 
 // Ends all waits of all reachable ranks, with CutOff those of this one alone, and tells the host.
@@ -80,7 +80,7 @@ __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident inc
 
 // Whether an earlier launch failed, here or elsewhere, and left the rings unusable. Called by a
 // warp before it takes part in anything.
-__device__ __forceinline__ bool is_aborted(const DeviceRank& rank) {
+EP_FN bool is_aborted(const DeviceRank& rank) {
     const bool aborted =
         __shfl_sync(0xffffffffu, ptx::load_acquire_sys(&rank.control->abort) != 0, 0);
     if (aborted && threadIdx.x % 32 == 0) report_abort(rank);

@@ -24,52 +24,51 @@ class DeviceWarp {
     template <class T>
     struct PerLane {
         T value;
-        __device__ __forceinline__ T& operator[](int) { return value; }
-        __device__ __forceinline__ const T& operator[](int) const { return value; }
+        EP_FN T& operator[](int) { return value; }
+        EP_FN const T& operator[](int) const { return value; }
     };
 
-    __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role,
-                                          int channel, BulkBuffers& buffers)
+    EP_FN DeviceWarp(const DeviceRank& rank, uint64_t call, Role role, int channel,
+                     BulkBuffers& buffers)
         : rank_(rank), call_(call), role_(role), channel_(channel), bulk_(buffers) {}
     // Waits for the copy engine: nothing that it does for this warp outlives the warp.
-    __device__ __forceinline__ ~DeviceWarp() {
+    EP_FN ~DeviceWarp() {
         bulk_.drop();
         finish_writes();
     }
     DeviceWarp(const DeviceWarp&) = delete;
 
     template <class F>
-    __device__ __forceinline__ void lanes(int count, F&& f) {
+    EP_FN void lanes(int count, F&& f) {
         if (lane_id() < count) f(lane_id());
         __syncwarp();
     }
 
     template <class F>
-    __device__ __forceinline__ uint32_t ballot(int count, F&& f) {
+    EP_FN uint32_t ballot(int count, F&& f) {
         return __ballot_sync(kAll, lane_id() < count && f(lane_id()));
     }
 
-    __device__ __forceinline__ uint32_t first_of(int count, const PerLane<int>& keys) {
+    EP_FN uint32_t first_of(int count, const PerLane<int>& keys) {
         const int key = lane_id() < count ? keys.value : -1;
         const uint32_t equal = __match_any_sync(kAll, key);
         return __ballot_sync(kAll, key >= 0 && lowest_lane(equal) == lane_id());
     }
 
-    __device__ __forceinline__ uint32_t last_of(int count, const PerLane<int>& keys) {
+    EP_FN uint32_t last_of(int count, const PerLane<int>& keys) {
         const int key = lane_id() < count ? keys.value : -1;
         const uint32_t equal = __match_any_sync(kAll, key);
         return __ballot_sync(kAll, key >= 0 && equal >> lane_id() == 1);
     }
 
-    __device__ __forceinline__ void match(int count, const PerLane<int>& keys,
-                                          PerLane<uint32_t>& equal) {
+    EP_FN void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
         const int key = lane_id() < count ? keys.value : -1;
         const uint32_t lanes = __match_any_sync(kAll, key);
         equal.value = key < 0 ? 0 : lanes;
     }
 
     template <class T>
-    __device__ __forceinline__ T broadcast(const PerLane<T>& values, int lane) {
+    EP_FN T broadcast(const PerLane<T>& values, int lane) {
         if constexpr (std::is_pointer_v<T>) {
             return rows::shuffle_pointer(values.value, lane);
         } else if constexpr (std::is_integral_v<T> && sizeof(T) == 8) {
@@ -80,7 +79,7 @@ class DeviceWarp {
         }
     }
 
-    __device__ __forceinline__ int exclusive_scan(int count, PerLane<int>& values) {
+    EP_FN int exclusive_scan(int count, PerLane<int>& values) {
         const int own = lane_id() < count ? values.value : 0;
         int sum = own;
 #pragma unroll
@@ -93,7 +92,7 @@ class DeviceWarp {
     }
 
     // Swaps the off-diagonal blocks of 16 x 16 bits, then those of 8 x 8 in each block, and so on.
-    __device__ __forceinline__ void transpose(PerLane<uint32_t>& bits) {
+    EP_FN void transpose(PerLane<uint32_t>& bits) {
         uint32_t low = 0xffff;  // the bits of the left blocks
 #pragma unroll
         for (int size = 16; size; size /= 2, low ^= low << size) {
@@ -104,21 +103,21 @@ class DeviceWarp {
     }
 
     template <class F>
-    __device__ __forceinline__ bool met(int count, F&& need) {
+    EP_FN bool met(int count, F&& need) {
         const bool all = __all_sync(kAll, lane_id() >= count || is_met(need(lane_id())));
         __syncwarp();  // what a lane has acquired is there for all: a vote orders nothing
         return all;
     }
 
     template <class F>
-    __device__ __forceinline__ bool wait_all(Wait wait, int count, F&& need) {
+    EP_FN bool wait_all(Wait wait, int count, F&& need) {
         return poll(
                    wait, count, need, [](uint32_t met) { return met == kAll; },
                    nothing_to_wait_for()) != 0;
     }
 
     template <class F>
-    __device__ __forceinline__ Waited wait_a_while(Wait wait, int count, F&& need, uint64_t ns) {
+    EP_FN Waited wait_any_for(Wait wait, int count, F&& need, uint64_t ns) {
         bool over = false;
         const uint32_t met =
             poll(wait, count, need, [](uint32_t met) { return met != 0; }, never(), ns, &over);
@@ -126,23 +125,22 @@ class DeviceWarp {
     }
 
     template <class F>
-    __device__ __forceinline__ uint32_t wait_any(Wait wait, int count, F&& need) {
+    EP_FN uint32_t wait_any(Wait wait, int count, F&& need) {
         return poll(wait, count, need, [](uint32_t met) { return met != 0; }, never());
     }
 
-    __device__ __forceinline__ void fail(Outcome outcome, Wait wait, const WaitCondition& need) {
+    EP_FN void fail(Outcome outcome, Wait wait, const WaitCondition& need) {
         if (lane_id() == 0) give_up(rank_, incident(outcome, wait, need));
         __syncwarp();
     }
 
     template <CacheHint hint>
-    __device__ __forceinline__ void copy(void* dst, const void* src, size_t bytes) {
+    EP_FN void copy(void* dst, const void* src, size_t bytes) {
         move_row<hint>(dst, 1, src, bytes);
     }
 
     template <CacheHint hint>
-    __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask,
-                                              const void* src, size_t bytes) {
+    EP_FN void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
         if (mask) {
             move_row<hint>(dsts.value, mask, src, bytes);
         } else {
@@ -151,9 +149,8 @@ class DeviceWarp {
     }
 
     template <CacheHint hint>
-    __device__ __forceinline__ void copy_each(const PerLane<void*>& dsts,
-                                              const PerLane<const void*>& srcs, uint32_t mask,
-                                              size_t bytes) {
+    EP_FN void copy_each(const PerLane<void*>& dsts, const PerLane<const void*>& srcs,
+                         uint32_t mask, size_t bytes) {
         const uint32_t misaligned = rows::misalignment(dsts.value, mask, nullptr, bytes) |
                                     rows::misalignment(srcs.value, mask, nullptr, bytes);
         if (mask && !misaligned && is_bulk(bytes)) {
@@ -168,14 +165,13 @@ class DeviceWarp {
     }
 
     template <CacheHint hint>
-    __device__ __forceinline__ void stage(const void* src, size_t bytes) {
+    EP_FN void stage(const void* src, size_t bytes) {
         if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes))
             bulk_.stage<hint>(src, bytes);
     }
 
     template <class T, CacheHint hint>
-    __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask,
-                                        size_t count) {
+    EP_FN void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
         if (!(mask & (mask - 1))) {
@@ -187,16 +183,14 @@ class DeviceWarp {
     }
 
     template <class T, CacheHint hint>
-    __device__ __forceinline__ void weighted_sum(void* dst, const PerLane<const void*>& srcs,
-                                                 const PerLane<Accumulator<T>>& weights,
-                                                 uint32_t mask, size_t count) {
+    EP_FN void weighted_sum(void* dst, const PerLane<const void*>& srcs,
+                            const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
         if (!mask) return zero(dst, count * sizeof(T));
         add_rows<T, hint>(dst, srcs.value, weights.value, mask, count);
     }
 
-    __device__ __forceinline__ void quantize(const PerLane<void*>& dsts, uint32_t mask,
-                                             const void* src, size_t count, size_t scales_at,
-                                             ScaleFormat format) {
+    EP_FN void quantize(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t count,
+                        size_t scales_at, ScaleFormat format) {
         if (mask && is_bulk(2 * count) && !rows::misalignment(dsts.value, mask, src, count)) {
             bulk_.quantize(dsts.value, mask, src, count, scales_at, format);
         } else {
@@ -206,13 +200,13 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    __device__ __forceinline__ void zero(void* dst, size_t bytes) {
+    EP_FN void zero(void* dst, size_t bytes) {
         rows::fill<0>(dst, bytes);
         __syncwarp();
     }
 
     template <Scope scope>
-    __device__ __forceinline__ void publish(uint64_t* flag, uint64_t value) {
+    EP_FN void publish(uint64_t* flag, uint64_t value) {
         finish_writes();
         if (lane_id() == 0)
             of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);
@@ -220,7 +214,7 @@ class DeviceWarp {
     }
 
     template <Scope scope, class F>
-    __device__ __forceinline__ void publish_lanes(int count, F&& f) {
+    EP_FN void publish_lanes(int count, F&& f) {
         finish_writes();
         if (lane_id() < count)
             f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));
@@ -235,37 +229,33 @@ class DeviceWarp {
     // whose value it has used is over, and what the copy engine read has been waited for. A warp
     // that acquires this flag and stores another one passes that on.
     template <Scope scope>
-    __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
+    EP_FN void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0)
             of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
-    __device__ __forceinline__ void credit_lanes(int count, F&& f) {
+    EP_FN void credit_lanes(int count, F&& f) {
         if (lane_id() < count)
             f(lane_id(), of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys));
         __syncwarp();
     }
 
     template <Scope scope>
-    static __device__ __forceinline__ uint64_t acquire(uint64_t* flag) {
+    static EP_FN uint64_t acquire(uint64_t* flag) {
         return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);
     }
 
-    __device__ __forceinline__ uint64_t age() const { return ptx::globaltimer() - deadline_start_; }
+    EP_FN uint64_t elapsed() const { return ptx::globaltimer() - deadline_start_; }
 
-    static __device__ __forceinline__ void raise(uint64_t* word, uint64_t least) {
-        ptx::max_gpu(word, least);
-    }
+    static EP_FN void raise(uint64_t* word, uint64_t least) { ptx::max_gpu(word, least); }
 
     // The old value is not read, so nothing waits for it.
-    static __device__ __forceinline__ void add(int32_t* count, int32_t n) {
-        ptx::add_gpu(count, n);
-    }
+    static EP_FN void add(int32_t* count, int32_t n) { ptx::add_gpu(count, n); }
 
     template <Scope scope>
-    __device__ __forceinline__ uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
+    EP_FN uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
         static_assert(scope == Scope::Rank);
         finish_writes();
         uint64_t before = 0;
@@ -275,63 +265,55 @@ class DeviceWarp {
     }
 
     // Called by all threads of a block, at its start.
-    static __device__ __forceinline__ void begin_block() {
+    static EP_FN void begin_block() {
         if (threadIdx.x == 0) done_of_block() = 0;
         __syncthreads();
     }
 
     // Only the block's last warp executes it: one does for all of its block, and blocks of the next
     // launch take room that other streams, and so other ranks, may wait for.
-    static __device__ __forceinline__ void let_next_launch_come() {
+    static EP_FN void launch_dependents() {
         if constexpr (Architecture::kHasEarlyLaunches) {
             if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
-                ptx::let_next_launch_come();
+                ptx::launch_dependents();
         }
     }
 
-    static __device__ __forceinline__ uint64_t take_number(uint64_t* counter) {
+    static EP_FN uint64_t take_number(uint64_t* counter) {
         return ptx::fetch_add_acq_rel_gpu(counter, 1);
     }
 
     template <Scope scope>
-    static __device__ __forceinline__ void compare_exchange(uint64_t* word, uint64_t from,
-                                                            uint64_t to) {
+    static EP_FN void compare_exchange(uint64_t* word, uint64_t from, uint64_t to) {
         of_scope<scope>(ptx::compare_and_swap_release_gpu, ptx::compare_and_swap_release_sys)(
             word, from, to);
     }
 
-    static __device__ __forceinline__ void store_word(uint64_t* word, uint64_t value) {
+    static EP_FN void store_word(uint64_t* word, uint64_t value) {
         ptx::store_relaxed_sys(word, value);
     }
-    static __device__ __forceinline__ uint64_t load_word(const uint64_t* word) {
-        return ptx::load_relaxed_sys(word);
-    }
+    static EP_FN uint64_t load_word(const uint64_t* word) { return ptx::load_relaxed_sys(word); }
 
-    __device__ __forceinline__ void send_lines(const PerLane<char*>& slots, uint32_t mask,
-                                               const char* src, size_t bytes, const Lines& lines,
-                                               uint64_t tag, const char* scales,
-                                               const ScalePlan& plan) {
+    EP_FN void send_lines(const PerLane<char*>& slots, uint32_t mask, const char* src, size_t bytes,
+                          const Lines& lines, uint64_t tag, const char* scales,
+                          const ScalePlan& plan) {
         rows::send_lines(slots.value, mask, src, bytes, lines, tag, scales, plan);
         __syncwarp();
     }
 
-    __device__ __forceinline__ void quantize_lines(const PerLane<char*>& slots, uint32_t mask,
-                                                   const char* src, size_t count,
-                                                   const Lines& lines, uint64_t tag,
-                                                   ScaleFormat format) {
+    EP_FN void quantize_lines(const PerLane<char*>& slots, uint32_t mask, const char* src,
+                              size_t count, const Lines& lines, uint64_t tag, ScaleFormat format) {
         rows::quantize_lines(slots.value, mask, src, count, lines, tag, format);
         __syncwarp();
     }
 
-    __device__ __forceinline__ bool receive_lines(Wait wait, const LineSource& source,
-                                                  const Lines& lines, const PerLane<char*>& dsts,
-                                                  uint32_t mask, size_t bytes,
-                                                  const PerLane<char*>& scales,
-                                                  const ScalePlan& plan) {
+    EP_FN bool receive_lines(Wait wait, const LineSource& source, const Lines& lines,
+                             const PerLane<char*>& dsts, uint32_t mask, size_t bytes,
+                             const PerLane<char*>& scales, const ScalePlan& plan) {
         constexpr int kGroups = 4, kAtOnce = kGroups * rows::kLinesAtOnce;
         for (int first = lines.first; first < lines.end(); first += kAtOnce) {
             uint4 units[kGroups];
-            look_at(source.slot, first, lines.end(), units);
+            load_lines(source.slot, first, lines.end(), units);
             if (!await_lines(wait, source, first, lines.end(), units)) return false;
             rows::store_payload(dsts.value, mask, bytes, first, lines.end(), units);
             rows::store_beside(scales.value, mask, plan, first, lines.end(), units);
@@ -341,22 +323,20 @@ class DeviceWarp {
     }
 
     template <class T, class Weights>
-    __device__ __forceinline__ void send_sum(char* slot, const PerLane<const char*>& srcs,
-                                             const Weights& weights, uint32_t mask, size_t bytes,
-                                             const Lines& lines, uint64_t tag) {
+    EP_FN void send_sum(char* slot, const PerLane<const char*>& srcs, const Weights& weights,
+                        uint32_t mask, size_t bytes, const Lines& lines, uint64_t tag) {
         bulk_.template send_sum<T>(slot, srcs.value, own_weight(weights), mask, bytes, lines, tag);
         __syncwarp();
     }
 
     template <class T, class Weights>
-    __device__ __forceinline__ bool receive_sum(Wait wait, const RowsToSum<DeviceWarp>& rows,
-                                                const Weights& weights, char* dst, size_t bytes,
-                                                const Lines& lines) {
+    EP_FN bool receive_sum(Wait wait, const RowsToSum<DeviceWarp>& rows, const Weights& weights,
+                           char* dst, size_t bytes, const Lines& lines) {
         constexpr int kGroups = rows::kSummedGroups;
         for (int first = lines.first; first < lines.end(); first += rows::kLinesAtOnce * kGroups) {
             uint4 units[kGroups];
             auto load = [&](int lane, uint4(&row)[kGroups]) {
-                look_at(rows::shuffle_pointer(rows.slot.value, lane), first, lines.end(), row);
+                load_lines(rows::shuffle_pointer(rows.slot.value, lane), first, lines.end(), row);
             };
             auto await = [&](int lane, uint4(&row)[kGroups]) {
                 char* slot = const_cast<char*>(rows::shuffle_pointer(rows.slot.value, lane));
@@ -372,7 +352,7 @@ class DeviceWarp {
     }
 
     // From now on the timeout applies to all waits together.
-    __device__ __forceinline__ void begin_half(Role role) {
+    EP_FN void begin_half(Role role) {
         role_ = role;
         deadline_start_ = ptx::globaltimer();
     }
@@ -380,7 +360,7 @@ class DeviceWarp {
     // Waits for what the copy engine wrote for this warp, before a flag that promises it: the
     // engine's writes are not ordered with the warp's stores, so a reader might see the flag first.
     // publish() calls this; a fabric that releases flags by other means must call it.
-    __device__ __forceinline__ void finish_writes() {
+    EP_FN void finish_writes() {
         bulk_.wait_written();
         __syncwarp();
     }
@@ -391,24 +371,20 @@ class DeviceWarp {
     static constexpr uint32_t kAll = rows::kAllLanes;
     static constexpr uint32_t kPollsBetweenChecks = 64;
 
-    static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
-    static __device__ __forceinline__ uint64_t& done_of_block() {
+    static EP_FN int lane_id() { return rows::lane_id(); }
+    static EP_FN uint64_t& done_of_block() {
         return reinterpret_cast<BulkBuffers*>(dynamic_shared_memory())->done;
     }
-    static __device__ __forceinline__ bool is_bulk(size_t bytes) {
-        return bytes >= Copier::kMinBytes;
-    }
+    static EP_FN bool is_bulk(size_t bytes) { return bytes >= Copier::kMinBytes; }
 
     // Scope::Rank is the whole GPU, because roles of a rank may run on different SMs.
     template <Scope scope, class Instruction>
-    static __device__ __forceinline__ constexpr Instruction* of_scope(Instruction* gpu,
-                                                                      Instruction* sys) {
+    static EP_FN constexpr Instruction* of_scope(Instruction* gpu, Instruction* sys) {
         return scope == Scope::Rank ? gpu : sys;
     }
 
     template <CacheHint hint>
-    __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src,
-                                             size_t bytes) {
+    EP_FN void move_row(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
         if (rows::misalignment(own_dst, mask, src, bytes)) {
             bulk_.drop();
             for_each_lane(mask, [&](int lane) {
@@ -423,8 +399,8 @@ class DeviceWarp {
     }
 
     template <class T, CacheHint hint, class Weight>
-    __device__ __forceinline__ void add_rows(void* dst, const void* own_src, Weight own_weight,
-                                             uint32_t mask, size_t count) {
+    EP_FN void add_rows(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                        size_t count) {
         const size_t bytes = count * sizeof(T);
         if (rows::misalignment(own_src, mask, dst, bytes)) {
             rows::sum_elements<T>(dst, own_src, own_weight, mask, count);
@@ -436,16 +412,15 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    static __device__ __forceinline__ rows::NoWeight own_weight(Unweighted) { return {}; }
+    static EP_FN rows::NoWeight own_weight(Unweighted) { return {}; }
     template <class Weight>
-    static __device__ __forceinline__ Weight own_weight(const PerLane<Weight>& weights) {
+    static EP_FN Weight own_weight(const PerLane<Weight>& weights) {
         return weights.value;
     }
 
     // Loads the lane's units of up to kLinesAtOnce * kGroups lines [first, end), as they are now.
     template <int kGroups>
-    static __device__ __forceinline__ void look_at(const char* slot, int first, int end,
-                                                   uint4 (&units)[kGroups]) {
+    static EP_FN void load_lines(const char* slot, int first, int end, uint4 (&units)[kGroups]) {
         const char* lines = rows::own_unit(slot, first);
         const int left = end - first - rows::line_of_lane();  // from the lane's first one on
         __syncwarp();                                         // the lanes of a line load together
@@ -458,13 +433,13 @@ class DeviceWarp {
 
     // Waits until all of these lines have arrived. The caller has loaded them once.
     template <int kGroups>
-    __device__ __forceinline__ bool await_lines(Wait wait, const LineSource& source, int first,
-                                                int end, uint4 (&units)[kGroups]) {
+    EP_FN bool await_lines(Wait wait, const LineSource& source, int first, int end,
+                           uint4 (&units)[kGroups]) {
         const int left = end - first - rows::line_of_lane();
         const uint64_t number = LineTag{source.tag}.number();
-        uint32_t looks = 0;
+        uint32_t loads = 0;
         auto need = [&](int) {
-            if (looks++) look_at(source.slot, first, end, units);
+            if (loads++) load_lines(source.slot, first, end, units);
             WaitCondition all = {number, number, source.rank};
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
@@ -475,18 +450,18 @@ class DeviceWarp {
             return all;
         };
         if (!wait_all(wait, 32, need)) return false;
-        if (source.waited && looks > 1) lanes(1, [&](int) { raise(source.waited, age()); });
-        uint64_t stranger = source.tag;
+        if (source.waited && loads > 1) lanes(1, [&](int) { raise(source.waited, elapsed()); });
+        uint64_t mismatched = source.tag;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             if (rows::kLinesAtOnce * group >= left || !rows::holds_tag()) continue;
-            if (rows::tag_in(units[group]) != source.tag) stranger = rows::tag_in(units[group]);
+            if (rows::tag_in(units[group]) != source.tag) mismatched = rows::tag_in(units[group]);
         }
-        const uint32_t strange = __ballot_sync(kAll, stranger != source.tag);
+        const uint32_t strange = __ballot_sync(kAll, mismatched != source.tag);
         if (!strange) return true;
         if (lane_id() == lowest_lane(strange))
             give_up(rank_, incident(Outcome::Mismatch, Wait::None,
-                                    WaitCondition{stranger, source.tag, source.rank}));
+                                    WaitCondition{mismatched, source.tag, source.rank}));
         __syncwarp();
         return false;
     }
@@ -495,9 +470,8 @@ class DeviceWarp {
     // badly. Lanes from `count` on need `other`. over: set instead of giving up after max_ns or the
     // deadline.
     template <class F, class Enough>
-    __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
-                                             const WaitCondition& other, uint64_t max_ns = 0,
-                                             bool* over = nullptr) {
+    EP_FN uint32_t poll(Wait wait, int count, F&& need, Enough&& enough, const WaitCondition& other,
+                        uint64_t max_ns = 0, bool* over = nullptr) {
         uint64_t start = deadline_start_;
         uint64_t began = 0;  // only a wait that lasts is measured: a short one costs nothing
         int peer = -1;
@@ -534,20 +508,19 @@ class DeviceWarp {
     }
 
     // Called by every lane: adds the wait to that for the rank it was last waiting for.
-    __device__ __forceinline__ void note_wait(int peer, uint64_t began) const {
+    EP_FN void note_wait(int peer, uint64_t began) const {
         if (peer >= 0 && peer != rank_.rank)
             ptx::add_sys(rank_.waited + peer, ptx::globaltimer() - began);
     }
 
-    __device__ __forceinline__ Outcome outcome_so_far(uint64_t& start) const {
+    EP_FN Outcome outcome_so_far(uint64_t& start) const {
         if (has_ended(rank_)) return Outcome::Aborted;
         const uint64_t now = ptx::globaltimer();
         if (!start) start = now;
         return now - start > rank_.timeout_ns ? Outcome::Timeout : Outcome::Ok;
     }
 
-    __device__ __forceinline__ Incident incident(Outcome outcome, Wait wait,
-                                                 const WaitCondition& need) const {
+    EP_FN Incident incident(Outcome outcome, Wait wait, const WaitCondition& need) const {
         return {outcome,   role_,         wait,          rank_.rank, channel_,
                 need.peer, need.observed, need.required, call_};
     }

@@ -5,7 +5,6 @@
 
 #include "core/lines.h"
 #include "exec/device/architecture.h"
-#include "exec/device/formats.h"
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
@@ -19,21 +18,19 @@ namespace ep::rows {
 constexpr int kLinesAtOnce = 32 / Line::kUnits, kGroupBytes = kLinesAtOnce * Line::kBytes;
 
 // The lane's line of a group, and its unit of that line.
-__device__ __forceinline__ int line_of_lane() { return lane_id() / Line::kUnits; }
-__device__ __forceinline__ int unit_of_lane() { return lane_id() % Line::kUnits; }
+EP_FN int line_of_lane() { return lane_id() / Line::kUnits; }
+EP_FN int unit_of_lane() { return lane_id() % Line::kUnits; }
 // The lane's unit of the group that begins with first_line.
 template <class T>
-__device__ __forceinline__ T* own_unit(T* slot, int first_line) {
+EP_FN T* own_unit(T* slot, int first_line) {
     return slot + static_cast<size_t>(first_line) * Line::kBytes + lane_id() * Line::kUnit;
 }
-__device__ __forceinline__ bool holds_tag() { return unit_of_lane() == Line::kUnits - 1; }
+EP_FN bool holds_tag() { return unit_of_lane() == Line::kUnits - 1; }
 
-__device__ __forceinline__ uint4 tag_unit(uint32_t beside, uint64_t tag) {
+EP_FN uint4 tag_unit(uint32_t beside, uint64_t tag) {
     return {beside, 0, static_cast<uint32_t>(tag), static_cast<uint32_t>(tag >> 32)};
 }
-__device__ __forceinline__ uint64_t tag_in(const uint4& unit) {
-    return static_cast<uint64_t>(unit.w) << 32 | unit.z;
-}
+EP_FN uint64_t tag_in(const uint4& unit) { return static_cast<uint64_t>(unit.w) << 32 | unit.z; }
 
 // Called by one lane: loads or stores up to 16 bytes that may lie anywhere; loads zeros after them.
 __device__ __noinline__ inline uint4 load_bytes(const char* src, int bytes) {
@@ -52,27 +49,27 @@ __device__ __noinline__ inline void store_bytes(char* dst, uint4 unit, int bytes
         if (i < bytes) dst[i] = static_cast<char>(words[i / 4] >> i % 4 * 8);
     }
 }
-__device__ __forceinline__ bool is_whole(const char* address, int bytes) {
+EP_FN bool is_whole(const char* address, int bytes) {
     return bytes >= Line::kUnit && !(reinterpret_cast<uintptr_t>(address) % Line::kUnit);
 }
-__device__ __forceinline__ uint4 load_unit(const char* src, int bytes) {
+EP_FN uint4 load_unit(const char* src, int bytes) {
     if (is_whole(src, bytes)) return ptx::load_no_allocate(reinterpret_cast<const uint4*>(src));
     return load_bytes(src, bytes);
 }
-__device__ __forceinline__ void store_unit(char* dst, const uint4& unit, int bytes) {
+EP_FN void store_unit(char* dst, const uint4& unit, int bytes) {
     if (is_whole(dst, bytes)) return ptx::store_streaming(reinterpret_cast<uint4*>(dst), unit);
     store_bytes(dst, unit, bytes);
 }
 
 // Offset in the row's payload of the lane's unit of a line.
-__device__ __forceinline__ uint32_t offset_of_lane(int line) {
+EP_FN uint32_t offset_of_lane(int line) {
     return line * Line::kPayload + unit_of_lane() * Line::kUnit;
 }
 
 // Stores lines [first, end), at most kLinesAtOnce * kGroups, to the slot of each lane in the mask.
 template <int kGroups>
-__device__ __forceinline__ void store_lines(char* own_slot, uint32_t mask, int first, int end,
-                                            const uint4 (&units)[kGroups]) {
+EP_FN void store_lines(char* own_slot, uint32_t mask, int first, int end,
+                       const uint4 (&units)[kGroups]) {
     const int left = end - first - line_of_lane();
     __syncwarp();  // the lanes of a line store together
     for_each_lane(mask, [&](int lane) {
@@ -85,9 +82,8 @@ __device__ __forceinline__ void store_lines(char* own_slot, uint32_t mask, int f
     });
 }
 
-__device__ __forceinline__ void send_lines(char* own_slot, uint32_t mask, const char* src,
-                                           uint32_t bytes, const Lines& lines, uint64_t tag,
-                                           const char* scales, const ScalePlan& plan) {
+EP_FN void send_lines(char* own_slot, uint32_t mask, const char* src, uint32_t bytes,
+                      const Lines& lines, uint64_t tag, const char* scales, const ScalePlan& plan) {
     constexpr int kGroups = 4;
     for (int first = lines.first; first < lines.end(); first += kLinesAtOnce * kGroups) {
         uint4 units[kGroups];
@@ -112,9 +108,8 @@ __device__ __forceinline__ void send_lines(char* own_slot, uint32_t mask, const 
 
 // Sends a row of `count` bf16 as fp8, a block of lines at a time: 56 units of 16 values, of which
 // each lane makes two, and eight lanes their scale. Shuffles pass them to the storing lanes.
-__device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, const char* src,
-                                               uint32_t count, const Lines& lines, uint64_t tag,
-                                               ScaleFormat format) {
+EP_FN void quantize_lines(char* own_slot, uint32_t mask, const char* src, uint32_t count,
+                          const Lines& lines, uint64_t tag, ScaleFormat format) {
     constexpr int kHalves = 2, kLanesOfScale = kScaleBlock / Line::kUnit;
     for (int first = lines.first; first < lines.end(); first += Line::kBlock) {
         uint4 made[kHalves];
@@ -164,7 +159,7 @@ __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, co
 }
 
 // Loads the lane's unit of a line from a row's payload; zeros if it has none.
-__device__ __forceinline__ uint4 load_payload(const char* row, uint32_t bytes, int line) {
+EP_FN uint4 load_payload(const char* row, uint32_t bytes, int line) {
     const uint32_t offset = offset_of_lane(line);
     if (holds_tag() || offset >= bytes) return {};
     return load_unit(row + offset, bytes - offset);
@@ -177,8 +172,8 @@ constexpr int kSummedGroups = 2, kRowsAtOnce = Architecture::kRowsAtOnce;
 // load those of a lane's row; await(lane, units) waits for them, in the same order; false: it ended
 // badly.
 template <class T, class Weight, class Load, class Await>
-__device__ __forceinline__ bool sum_units(uint4 (&units)[kSummedGroups], Weight own_weight,
-                                          uint32_t mask, Load&& load, Await&& await) {
+EP_FN bool sum_units(uint4 (&units)[kSummedGroups], Weight own_weight, uint32_t mask, Load&& load,
+                     Await&& await) {
     VectorSums<T, kSummedGroups> sums;
     const bool is_copy = std::is_same_v<Weight, NoWeight> && !(mask & (mask - 1));
     for (uint32_t rest = mask; rest;) {
@@ -211,9 +206,8 @@ __device__ __forceinline__ bool sum_units(uint4 (&units)[kSummedGroups], Weight 
 }
 
 template <class T, class Weight>
-__device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
-                                         uint32_t mask, uint32_t bytes, const Lines& lines,
-                                         uint64_t tag) {
+EP_FN void send_sum(char* slot, const char* own_src, Weight own_weight, uint32_t mask,
+                    uint32_t bytes, const Lines& lines, uint64_t tag) {
     for (int first = lines.first; first < lines.end(); first += kLinesAtOnce * kSummedGroups) {
         uint4 units[kSummedGroups];
         sum_units<T>(
@@ -236,8 +230,8 @@ __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight
 
 // Stores the lanes' loaded units of lines [first, end) to the row of each lane in the mask.
 template <int kGroups>
-__device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint32_t bytes,
-                                              int first, int end, const uint4 (&units)[kGroups]) {
+EP_FN void store_payload(char* own_row, uint32_t mask, uint32_t bytes, int first, int end,
+                         const uint4 (&units)[kGroups]) {
     if (holds_tag()) end = 0;
     for_each_lane(mask, [&](int lane) {
         char* row = shuffle_pointer(own_row, lane);
@@ -252,7 +246,7 @@ __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint
 }
 
 // Stores the bits of a scale of `bytes` bytes, aligned to its size.
-__device__ __forceinline__ void store_scale_bits(char* dst, uint32_t scale, int bytes) {
+EP_FN void store_scale_bits(char* dst, uint32_t scale, int bytes) {
     if (bytes == sizeof(uint32_t)) {
         *reinterpret_cast<uint32_t*>(dst) = scale;
     } else {
@@ -262,8 +256,8 @@ __device__ __forceinline__ void store_scale_bits(char* dst, uint32_t scale, int 
 
 // Stores the scales beside these lines likewise.
 template <int kGroups>
-__device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, const ScalePlan& plan,
-                                             int first, int end, const uint4 (&units)[kGroups]) {
+EP_FN void store_beside(char* own_scales, uint32_t mask, const ScalePlan& plan, int first, int end,
+                        const uint4 (&units)[kGroups]) {
     if (!plan.blocks) return;
     if (!holds_tag()) end = 0;
     for_each_lane(mask, [&](int lane) {

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "core/function.h"
+
 // PTX instructions, named by order and scope. They are compiler barriers where the order demands
 // it.
 namespace ep::ptx {
@@ -10,8 +12,7 @@ namespace ep::ptx {
 
 // In a build whose MEGATRON_EP_DELAYS is a seed, and in no other: sleeps at this flag for a random
 // time that depends on seed, thread, flag and value, so that roles meet in other orders.
-__device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
-                                      [[maybe_unused]] uint64_t value) {
+EP_FN void delay([[maybe_unused]] const void* flag, [[maybe_unused]] uint64_t value) {
 #if defined(MEGATRON_EP_DELAYS)
     constexpr uint32_t kMax = 8192;  // ns
     uint64_t hash = MEGATRON_EP_DELAYS;
@@ -26,38 +27,38 @@ __device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
 #endif
 }
 
-__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
+EP_FN uint64_t load_acquire_gpu(const uint64_t* address) {
     uint64_t value;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     delay(address, value);
     return value;
 }
-__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
+EP_FN uint64_t load_acquire_sys(const uint64_t* address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     delay(address, value);
     return value;
 }
-__device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t value) {
+EP_FN void store_release_gpu(uint64_t* address, uint64_t value) {
     delay(address, value);
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
-__device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t value) {
+EP_FN void store_release_sys(uint64_t* address, uint64_t value) {
     delay(address, value);
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
-__device__ __forceinline__ void store_relaxed_gpu(uint64_t* address, uint64_t value) {
+EP_FN void store_relaxed_gpu(uint64_t* address, uint64_t value) {
     delay(address, value);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
-__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+EP_FN void store_relaxed_sys(uint64_t* address, uint64_t value) {
     delay(address, value);
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 // ---- atomics of system scope: only for failures and masked ranks
 
-__device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
+EP_FN uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     uint64_t before;
     asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
@@ -66,8 +67,7 @@ __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t va
     return before;
 }
 // A release: orders this thread's earlier writes before it.
-__device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, uint64_t expected,
-                                                             uint64_t value) {
+EP_FN void compare_and_swap_release_sys(uint64_t* address, uint64_t expected, uint64_t value) {
     [[maybe_unused]] uint64_t before;
     asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
@@ -77,15 +77,15 @@ __device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, 
 
 // ---- counters that others read, only for failures and statistics: nothing waits for them
 
-__device__ __forceinline__ void add_sys(uint64_t* address, uint64_t value) {
+EP_FN void add_sys(uint64_t* address, uint64_t value) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void max_gpu(uint64_t* address, uint64_t value) {
+EP_FN void max_gpu(uint64_t* address, uint64_t value) {
     asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+EP_FN uint64_t load_relaxed_sys(const uint64_t* address) {
     uint64_t value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     return value;
@@ -93,25 +93,21 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
 
 // ---- counts of one warp, which does not wait for the addition
 
-__device__ __forceinline__ void add_gpu(int32_t* address, int32_t value) {
+EP_FN void add_gpu(int32_t* address, int32_t value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // ---- launches that begin before the previous one in their stream has ended
 
 // Waits until the previous launch has ended and all that it wrote is visible.
-__device__ __forceinline__ void wait_for_launch_before() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+EP_FN void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Called by one thread of every block: the next launch may begin, where this one leaves room.
-__device__ __forceinline__ void let_next_launch_come() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+EP_FN void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- atomics of GPU scope: for blocks of a launch that meet, and masked ranks
 
-__device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
+EP_FN uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     uint64_t before;
     delay(address, value);
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
@@ -122,8 +118,7 @@ __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uin
 }
 
 // A release: an acquire of the word by this GPU sees what this thread wrote or acquired before.
-__device__ __forceinline__ void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected,
-                                                             uint64_t value) {
+EP_FN void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected, uint64_t value) {
     [[maybe_unused]] uint64_t before;
     delay(address, value);
     asm volatile("atom.release.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -134,7 +129,7 @@ __device__ __forceinline__ void compare_and_swap_release_gpu(uint64_t* address, 
 
 // ---- time
 
-__device__ __forceinline__ uint64_t globaltimer() {
+EP_FN uint64_t globaltimer() {
     uint64_t nanoseconds;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
     return nanoseconds;
@@ -143,7 +138,7 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // ---- rows: read once and written once, so the L1 cache keeps nothing of them. They do not take
 // the read-only path: another SM may have written them during this launch.
 
-__device__ __forceinline__ uint4 load_no_allocate(const uint4* address) {
+EP_FN uint4 load_no_allocate(const uint4* address) {
     uint4 value;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -151,13 +146,13 @@ __device__ __forceinline__ uint4 load_no_allocate(const uint4* address) {
                  : "memory");
     return value;
 }
-__device__ __forceinline__ void store(uint4* address, uint4 value) {
+EP_FN void store(uint4* address, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
 // Leaves the L2 cache first: it is not read again soon.
-__device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
+EP_FN void store_streaming(uint4* address, uint4 value) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
@@ -166,7 +161,7 @@ __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
 // ---- lines: 16 bytes of one, whose other units the lane's neighbours load or store by the same
 // instruction. Relaxed: the tag says whether the line is there
 
-__device__ __forceinline__ uint4 load_line(const char* address) {
+EP_FN uint4 load_line(const char* address) {
     ulonglong2 value;
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                  : "=l"(value.x), "=l"(value.y)
@@ -175,7 +170,7 @@ __device__ __forceinline__ uint4 load_line(const char* address) {
     return {static_cast<uint32_t>(value.x), static_cast<uint32_t>(value.x >> 32),
             static_cast<uint32_t>(value.y), static_cast<uint32_t>(value.y >> 32)};
 }
-__device__ __forceinline__ void store_line(char* address, uint4 value) {
+EP_FN void store_line(char* address, uint4 value) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address),
                  "l"(static_cast<uint64_t>(value.y) << 32 | value.x),
                  "l"(static_cast<uint64_t>(value.w) << 32 | value.z)
@@ -184,41 +179,41 @@ __device__ __forceinline__ void store_line(char* address, uint4 value) {
 
 // ---- number formats: round to nearest even
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+EP_FN uint32_t pack_bf16(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+EP_FN uint32_t pack_fp16(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 // Numbers larger than e4m3 has become its largest.
-__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
+EP_FN uint16_t pack_e4m3(float low, float high) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
 // Converts two e4m3 to two fp16, which has room for them all.
-__device__ __forceinline__ uint32_t unpack_e4m3(uint16_t pair) {
+EP_FN uint32_t unpack_e4m3(uint16_t pair) {
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
     return halves;
 }
 // NaN if either is.
-__device__ __forceinline__ float max_nan(float a, float b) {
+EP_FN float max_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
 // The maximum of each half.
-__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+EP_FN uint32_t max_u16x2(uint32_t a, uint32_t b) {
     uint32_t larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
-__device__ __forceinline__ float widen_fp16(uint16_t bits) {
+EP_FN float widen_fp16(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
@@ -226,12 +221,12 @@ __device__ __forceinline__ float widen_fp16(uint16_t bits) {
 
 // ---- shared memory
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+EP_FN uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Adds to a word in the block's shared memory. Orders nothing.
-__device__ __forceinline__ uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
+EP_FN uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
     uint64_t before;
     asm volatile("atom.relaxed.cta.shared::cta.add.u64 %0, [%1], %2;"
                  : "=l"(before)
@@ -240,7 +235,7 @@ __device__ __forceinline__ uint64_t fetch_add_shared(uint64_t* address, uint64_t
     return before;
 }
 
-__device__ __forceinline__ uint4 load_shared(const void* address) {
+EP_FN uint4 load_shared(const void* address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -248,58 +243,56 @@ __device__ __forceinline__ uint4 load_shared(const void* address) {
                  : "memory");
     return value;
 }
-__device__ __forceinline__ float load_shared(const float* address) {
+EP_FN float load_shared(const float* address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(address)) : "memory");
     return value;
 }
-__device__ __forceinline__ double load_shared(const double* address) {
+EP_FN double load_shared(const double* address) {
     double value;
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(shared_address(address)) : "memory");
     return value;
 }
-__device__ __forceinline__ void store_shared(void* address, uint2 value) {
+EP_FN void store_shared(void* address, uint2 value) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared_address(address)), "r"(value.x),
                  "r"(value.y)
                  : "memory");
 }
-__device__ __forceinline__ void store_shared(float* address, float value) {
+EP_FN void store_shared(float* address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared_address(address)), "f"(value) : "memory");
 }
-__device__ __forceinline__ void store_shared(double* address, double value) {
+EP_FN void store_shared(double* address, double value) {
     asm volatile("st.shared.f64 [%0], %1;" ::"r"(shared_address(address)), "d"(value) : "memory");
 }
 
 // ---- bulk copies through shared memory (sm_90): the SM's copy engine reads and writes in the
 // async proxy
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+EP_FN void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(arrivals)
                  : "memory");
 }
 // Orders the initialization of barriers before the copies that arrive at them.
-__device__ __forceinline__ void fence_barrier_init() {
+EP_FN void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Orders what this thread has acquired or written in global memory before bulk copies that it
 // issues later, which might otherwise read what was there before.
-__device__ __forceinline__ void fence_proxy_async_global() {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
+EP_FN void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Orders this thread's accesses to shared memory before bulk copies into the same place that it, or
 // another thread after a barrier, issues.
-__device__ __forceinline__ void fence_proxy_async_shared() {
+EP_FN void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+EP_FN void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
         "r"(bytes)
         : "memory");
 }
-__device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
+EP_FN bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
         "{\n\t"
@@ -314,8 +307,7 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
 }
 // kStreaming: leaves the L2 cache first, here and below.
 template <bool kStreaming>
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
-                                          uint64_t* barrier) {
+EP_FN void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     if constexpr (kStreaming) {
         asm volatile(
             "{\n\t"
@@ -336,7 +328,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
         : "memory");
 }
 template <bool kStreaming>
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
+EP_FN void bulk_store(void* global, const void* shared, uint32_t bytes) {
     if constexpr (kStreaming) {
         asm volatile(
             "{\n\t"
@@ -352,17 +344,13 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                      : "memory");
     }
 }
-__device__ __forceinline__ void bulk_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
+EP_FN void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the kGroups newest groups of this thread's bulk stores have read the source.
 template <int kGroups>
-__device__ __forceinline__ void bulk_wait_read() {
+EP_FN void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 // Waits until all bulk stores of this thread have been written.
-__device__ __forceinline__ void bulk_wait_written() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+EP_FN void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace ep::ptx

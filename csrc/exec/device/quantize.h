@@ -1,15 +1,44 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "core/float8.h"
-#include "exec/device/formats.h"
+#include "exec/device/architecture.h"
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
 // Quantizes rows of bf16 to fp8, as core/float8.h specifies.
 namespace ep::rows {
+
+// Conversions of two numbers at once: by an instruction, or the same bits in software.
+// Numbers larger than e4m3 has become its largest.
+EP_FN uint16_t pack_e4m3(float low, float high) {
+    if constexpr (Architecture::kHasFloat8) {
+        return ptx::pack_e4m3(low, high);
+    } else {
+        return static_cast<uint16_t>(e4m3_of(low) | e4m3_of(high) << 8);
+    }
+}
+
+// Converts to two fp16, which has room for all of e4m3.
+EP_FN uint32_t unpack_e4m3(uint16_t pair) {
+    if constexpr (Architecture::kHasFloat8) {
+        return ptx::unpack_e4m3(pair);
+    } else {
+        return ptx::pack_fp16(value_of_e4m3(static_cast<uint8_t>(pair)),
+                              value_of_e4m3(static_cast<uint8_t>(pair >> 8)));
+    }
+}
+
+// The maximum of each half.
+EP_FN uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    if constexpr (Architecture::kHasPackedMax) {
+        return ptx::max_u16x2(a, b);
+    } else {
+        const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+        return low | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
+    }
+}
 
 // x / scale, rounded to nearest even, for all bf16 x of a block: a product with the reciprocal and
 // a Newton step that makes it exact, signs of zeros included.
@@ -17,12 +46,12 @@ struct Divider {
     float scale, inverse;
     float lift;  // factor of both sides if the scale is too small for a reciprocal
 
-    __device__ __forceinline__ explicit Divider(float of) {
+    EP_FN explicit Divider(float of) {
         lift = of < 0x1p-60f ? 0x1p64f : 1.0f;
         scale = of * lift;
         inverse = __frcp_rn(scale);
     }
-    __device__ __forceinline__ float operator()(float x) const {
+    EP_FN float operator()(float x) const {
         const float lifted = __fmul_rn(x, lift);
         const float quotient = __fmul_rn(lifted, inverse);
         const float excess = __fmaf_rn(quotient, scale, -lifted);
@@ -30,18 +59,16 @@ struct Divider {
     }
 };
 
-__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float bf16_high(uint32_t pair) {
-    return __uint_as_float(pair & 0xffff0000u);
-}
+EP_FN float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+EP_FN float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // Bits without the sign order like the magnitudes, NaN last.
-__device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
-__device__ __forceinline__ float larger_of(uint32_t magnitude_pair) {
+EP_FN uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
+EP_FN float larger_of(uint32_t magnitude_pair) {
     return bf16_high(max_u16x2(magnitude_pair, magnitude_pair << 16));
 }
 
-__device__ __forceinline__ uint32_t quantize_four(const Divider& divided, uint32_t a, uint32_t b) {
+EP_FN uint32_t quantize_four(const Divider& divided, uint32_t a, uint32_t b) {
     return pack_e4m3(divided(bf16_low(a)), divided(bf16_high(a))) |
            static_cast<uint32_t>(pack_e4m3(divided(bf16_low(b)), divided(bf16_high(b)))) << 16;
 }
@@ -49,14 +76,12 @@ __device__ __forceinline__ uint32_t quantize_four(const Divider& divided, uint32
 // Each lane has a vector of 8 elements, so a block has 16 lanes, and several vectors are in flight.
 // A lane keeps the scale of one block.
 constexpr int kElements = 8, kBlockLanes = kScaleBlock / kElements, kVectors = 7;
-__device__ __forceinline__ uint32_t block_of_lane() {
-    return 2 * (lane_id() % kBlockLanes) + lane_id() / kBlockLanes;
-}
+EP_FN uint32_t block_of_lane() { return 2 * (lane_id() % kBlockLanes) + lane_id() / kBlockLanes; }
 
 // Quantizes a part of a row in shared memory, at most 32 blocks, in place: its first half then
 // holds the values. Returns each lane's scale. count is a multiple of 8.
 
-__device__ __forceinline__ float quantize_shared(char* row, uint32_t count, ScaleFormat format) {
+EP_FN float quantize_shared(char* row, uint32_t count, ScaleFormat format) {
     float own_scale = 0;
     for (uint32_t first = 0; first < count; first += 32 * kElements * kVectors) {
         uint4 in[kVectors];
@@ -91,8 +116,8 @@ __device__ __forceinline__ float quantize_shared(char* row, uint32_t count, Scal
 }
 
 // Stores scales of quantize_shared, `count` blocks from `first` on, for each lane in the mask.
-__device__ __forceinline__ void store_scales(void* own_dst, uint32_t mask, float own_scale,
-                                             uint32_t first, uint32_t count, ScaleFormat format) {
+EP_FN void store_scales(void* own_dst, uint32_t mask, float own_scale, uint32_t first,
+                        uint32_t count, ScaleFormat format) {
     for_each_lane(mask, [&](int lane) {
         char* dst = static_cast<char*>(shuffle_pointer(own_dst, lane));
         if (block_of_lane() < count)

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/dtypes.h"
 #include "exec/device/ptx.h"
 #include "exec/warp.h"
 
@@ -13,17 +12,16 @@ namespace ep::rows {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
+EP_FN int lane_id() { return threadIdx.x & 31; }
 
 template <class T>
-__device__ __forceinline__ T* shuffle_pointer(T* pointer, int lane) {
+EP_FN T* shuffle_pointer(T* pointer, int lane) {
     return reinterpret_cast<T*>(
         __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
 // The bits below 16 that are set in the size or in an address that takes part.
-__device__ __forceinline__ uint32_t misalignment(const void* own, uint32_t mask, const void* shared,
-                                                 size_t bytes) {
+EP_FN uint32_t misalignment(const void* own, uint32_t mask, const void* shared, size_t bytes) {
     const bool takes_part = mask >> lane_id() & 1;
     const auto bits = takes_part ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(own)) : 0u;
     return (__reduce_or_sync(kAllLanes, bits) |
@@ -32,7 +30,7 @@ __device__ __forceinline__ uint32_t misalignment(const void* own, uint32_t mask,
 }
 
 template <CacheHint hint>
-__device__ __forceinline__ void store(uint4* address, uint4 value) {
+EP_FN void store(uint4* address, uint4 value) {
     if constexpr (hint == CacheHint::EvictFirst) {
         ptx::store_streaming(address, value);
     } else {
@@ -42,8 +40,7 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
 
 // Copies a row to the destination of each lane in the mask. Everything is aligned to 16 bytes.
 template <CacheHint hint>
-__device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src,
-                                                  size_t bytes) {
+EP_FN void multicast_vectors(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
     constexpr int kInFlight = 2;  // long rows go through shared memory
     const uint4* in = static_cast<const uint4*>(src);
     const uint32_t vectors = bytes / sizeof(uint4);
@@ -64,7 +61,7 @@ __device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, 
 }
 
 template <class Unit>
-__device__ __forceinline__ void copy_units(void* dst, const void* src, size_t bytes) {
+EP_FN void copy_units(void* dst, const void* src, size_t bytes) {
     Unit* out = static_cast<Unit*>(dst);
     const Unit* in = static_cast<const Unit*>(src);
 #pragma unroll 4
@@ -83,7 +80,7 @@ __device__ __noinline__ inline void copy_in_units(void* dst, const void* src, si
 
 // Sets every byte of the row.
 template <uint8_t kByte>
-__device__ __forceinline__ void fill(void* dst, size_t bytes) {
+EP_FN void fill(void* dst, size_t bytes) {
     constexpr uint32_t kWord = kByte * 0x01010101u;
     char* out = static_cast<char*>(dst);
     const size_t to_aligned = -reinterpret_cast<uintptr_t>(out) & 15;

@@ -1,9 +1,11 @@
 #pragma once
 
+#include "core/function.h"
+
 namespace ep {
 
 // The block's shared memory, as large as the launch asked for.
-__device__ __forceinline__ char* dynamic_shared_memory() {
+EP_FN char* dynamic_shared_memory() {
     extern __shared__ __align__(128) char shared[];
     return shared;
 }

@@ -12,39 +12,35 @@
 // anything, also -0, gives exactly that. Weight: a lane's Accumulator<T>, or NoWeight.
 namespace ep::rows {
 
-__device__ __forceinline__ float widen(BFloat16 value) {
+EP_FN float widen(BFloat16 value) {
     return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
 }
-__device__ __forceinline__ float widen(Float16 value) { return ptx::widen_fp16(value.bits); }
-__device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ double widen(double value) { return value; }
+EP_FN float widen(Float16 value) { return ptx::widen_fp16(value.bits); }
+EP_FN float widen(float value) { return value; }
+EP_FN double widen(double value) { return value; }
 
-__device__ __forceinline__ void narrow(float value, BFloat16& out) {
+EP_FN void narrow(float value, BFloat16& out) {
     out.bits = static_cast<uint16_t>(ptx::pack_bf16(value, 0));
 }
-__device__ __forceinline__ void narrow(float value, Float16& out) {
+EP_FN void narrow(float value, Float16& out) {
     out.bits = static_cast<uint16_t>(ptx::pack_fp16(value, 0));
 }
-__device__ __forceinline__ void narrow(float value, float& out) { out = value; }
-__device__ __forceinline__ void narrow(double value, double& out) { out = value; }
+EP_FN void narrow(float value, float& out) { out = value; }
+EP_FN void narrow(double value, double& out) { out = value; }
 
 struct NoWeight {};
 
 template <class V>
-__device__ __forceinline__ V times(V value, NoWeight) {
+EP_FN V times(V value, NoWeight) {
     return value;
 }
 // Rounded: the compiler never fuses these with an addition.
-__device__ __forceinline__ float times(float value, float weight) {
-    return __fmul_rn(value, weight);
-}
-__device__ __forceinline__ double times(double value, double weight) {
-    return __dmul_rn(value, weight);
-}
+EP_FN float times(float value, float weight) { return __fmul_rn(value, weight); }
+EP_FN double times(double value, double weight) { return __dmul_rn(value, weight); }
 
-__device__ __forceinline__ NoWeight weight_of(NoWeight, int) { return {}; }
+EP_FN NoWeight weight_of(NoWeight, int) { return {}; }
 template <class Weight>
-__device__ __forceinline__ Weight weight_of(Weight own, int lane) {
+EP_FN Weight weight_of(Weight own, int lane) {
     return __shfl_sync(kAllLanes, own, lane);
 }
 
@@ -56,7 +52,7 @@ struct Elements {
 };
 
 template <class T>
-__device__ __forceinline__ uint4 narrow_vector(const Accumulator<T>* sums) {
+EP_FN uint4 narrow_vector(const Accumulator<T>* sums) {
     Elements<T> elements;
     uint4 vector;
     static_assert(sizeof(elements) == sizeof(vector));
@@ -75,8 +71,7 @@ __device__ __forceinline__ uint4 narrow_vector(const Accumulator<T>* sums) {
 }
 
 template <class T, class Weight>
-__device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& vector,
-                                           Weight weight) {
+EP_FN void accumulate(Accumulator<T>* sums, const uint4& vector, Weight weight) {
     Elements<T> elements;
     memcpy(&elements, &vector, sizeof(vector));
 #pragma unroll
@@ -89,7 +84,7 @@ template <class T, int kVectors>
 struct VectorSums {
     Accumulator<T> sums[kVectors][Elements<T>::kCount];
 
-    __device__ __forceinline__ VectorSums() {
+    EP_FN VectorSums() {
 #pragma unroll
         for (auto& vector : sums) {
 #pragma unroll
@@ -97,11 +92,11 @@ struct VectorSums {
         }
     }
     template <class Weight>
-    __device__ __forceinline__ void add(const uint4 (&vectors)[kVectors], Weight weight) {
+    EP_FN void add(const uint4 (&vectors)[kVectors], Weight weight) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) accumulate<T>(sums[v], vectors[v], weight);
     }
-    __device__ __forceinline__ void round(uint4 (&vectors)[kVectors]) const {
+    EP_FN void round(uint4 (&vectors)[kVectors]) const {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) vectors[v] = narrow_vector<T>(sums[v]);
     }
@@ -109,8 +104,8 @@ struct VectorSums {
 
 // Sums short rows, a few at a time in registers. Everything is aligned to 16 bytes.
 template <class T, class Weight>
-__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight,
-                                            uint32_t mask, uint32_t vectors) {
+EP_FN void sum_vectors(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                       uint32_t vectors) {
     using Sum = Accumulator<T>;
     constexpr int kInFlight = 4;
     for (uint32_t first = 0; first < vectors; first += 32) {
@@ -142,22 +137,19 @@ __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weig
 }
 
 struct NoWeights {
-    __device__ __forceinline__ NoWeight operator[](uint32_t) const { return {}; }
+    EP_FN NoWeight operator[](uint32_t) const { return {}; }
 };
 template <class Weight>
 struct SharedWeights {
     const Weight* first;
-    __device__ __forceinline__ Weight operator[](uint32_t row) const {
-        return ptx::load_shared(first + row);
-    }
+    EP_FN Weight operator[](uint32_t row) const { return ptx::load_shared(first + row); }
 };
 
 // Computes some vectors of the sum of `count` rows in shared memory, `stride` bytes apart; their
 // weights are contiguous. at: offset of each vector in a row. No vector waits for another.
 template <class T, int kVectors, class Weights>
-__device__ __forceinline__ void sum_shared(uint4 (&vectors)[kVectors], const char* rows,
-                                           const uint32_t (&at)[kVectors], Weights weights,
-                                           uint32_t count, uint32_t stride) {
+EP_FN void sum_shared(uint4 (&vectors)[kVectors], const char* rows, const uint32_t (&at)[kVectors],
+                      Weights weights, uint32_t count, uint32_t stride) {
     VectorSums<T, kVectors> sums;
 #pragma unroll 4
     for (uint32_t row = 0; row < count; ++row) {

@@ -1,10 +1,8 @@
 // How roles run and wait on the host; fibers.h and threads.h implement it.
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <type_traits>
-#include <vector>
 
 #include "exec/host/rank_state.h"
 

@@ -6,7 +6,6 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <cassert>
 #include <new>
 #include <optional>
 

@@ -6,7 +6,6 @@
 
 #include "exec/host/executor.h"
 #include "exec/host/lines.h"
-#include "exec/host/quantize.h"
 #include "exec/host/rows.h"
 #include "exec/serial_lanes.h"
 #include "exec/warp.h"
@@ -58,7 +57,7 @@ class BasicHostWarp : public SerialLanes {
     }
 
     template <class F>
-    Waited wait_a_while(Wait wait, int count, F&& need, uint64_t ns) {
+    Waited wait_any_for(Wait wait, int count, F&& need, uint64_t ns) {
         uint32_t mask = 0;
         return wait_some(wait, count, need, mask, ns);
     }
@@ -156,7 +155,7 @@ class BasicHostWarp : public SerialLanes {
         return std::atomic_ref<uint64_t>(*flag).load(std::memory_order_acquire);
     }
 
-    uint64_t age() const {
+    uint64_t elapsed() const {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began_).count();
     }
 
@@ -181,7 +180,7 @@ class BasicHostWarp : public SerialLanes {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(n, std::memory_order_acq_rel);
     }
 
-    static void let_next_launch_come() {}
+    static void launch_dependents() {}
 
     static uint64_t take_number(uint64_t* counter) {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
@@ -245,7 +244,7 @@ class BasicHostWarp : public SerialLanes {
                 return WaitCondition{number, expected.number(), source.rank};
             };
             if (!wait_all(wait, count, need)) return false;
-            if (source.waited && has_waited) raise(source.waited, age());
+            if (source.waited && has_waited) raise(source.waited, elapsed());
             for (int lane = 0; lane < count; ++lane) {
                 if (const uint64_t seen = tag(lane).value; seen != source.tag) {
                     fail(Outcome::Mismatch, Wait::None, {seen, source.tag, source.rank});
@@ -290,10 +289,10 @@ class BasicHostWarp : public SerialLanes {
                 return WaitCondition{tag(lane).number(), expected.number(), rows.rank[lane]};
             };
             if (!wait_all(wait, 32, need)) return false;
-            const uint32_t strangers = ballot(
+            const uint32_t mismatches = ballot(
                 32, [&](int lane) { return rows.mask >> lane & 1 && tag(lane).value != rows.tag; });
-            if (strangers) {
-                const int lane = lowest_lane(strangers);
+            if (mismatches) {
+                const int lane = lowest_lane(mismatches);
                 fail(Outcome::Mismatch, Wait::None, {tag(lane).value, rows.tag, rows.rank[lane]});
                 return false;
             }
@@ -308,14 +307,6 @@ class BasicHostWarp : public SerialLanes {
   private:
     using Clock = std::chrono::steady_clock;
     static constexpr uint64_t kForever = ~uint64_t{0};
-
-    // Gathers the values of the lanes in the mask; returns how many.
-    template <class Out, class T>
-    static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
-        int count = 0;
-        for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
-        return count;
-    }
 
     template <class T>
     void sum_parts(char* dst, const PerLane<const void*>& parts, Unweighted, uint32_t mask,

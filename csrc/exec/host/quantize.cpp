@@ -1,9 +1,8 @@
-#include "exec/host/quantize.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
+#include "exec/host/rows.h"
 #include "exec/host/wide.h"
 
 namespace ep {

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/dtypes.h"
+#include "core/float8.h"
 
 namespace ep {
 
@@ -29,5 +31,12 @@ void weighted_sum_rows(float* dst, const float* const* rows, const float* weight
                        size_t count);
 void weighted_sum_rows(double* dst, const double* const* rows, const double* weights, int num_rows,
                        size_t count);
+
+// Rounds to nearest even; larger numbers become 448.
+uint8_t to_e4m3(float value);
+
+// Quantizes a row as core/float8.h specifies: `count` values, and the scales of their blocks.
+void quantize_row(uint8_t* values, char* scales, const BFloat16* row, size_t count,
+                  ScaleFormat format);
 
 }  // namespace ep

@@ -39,7 +39,7 @@ std::unique_ptr<DeviceMemory> DeviceMemory::open(int device, const std::string& 
 void DeviceMemory::clear() {
     const DeviceGuard guard(device_);
     check_cuda(cudaMemset(data_, 0, bytes_), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
 }
 
 }  // namespace ep

@@ -59,7 +59,7 @@ std::unique_ptr<IpcMemory> IpcMemory::open(int device, const std::string& handle
 
 void IpcMemory::replace(const std::string& handle) {
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
     char* const place = std::exchange(data_, nullptr);
     check_cuda(cudaIpcCloseMemHandle(place), "cudaIpcCloseMemHandle");
     // The driver takes the first range that is free and large enough: mostly the one just left.

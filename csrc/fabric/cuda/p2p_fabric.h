@@ -32,67 +32,58 @@ class P2pFabric {
     static constexpr bool kKeepsLines = true;
     static constexpr bool kMapsAll = true;
 
-    __device__ __forceinline__ P2pFabric(const P2pFabricParams& params, int rank)
+    EP_FN P2pFabric(const P2pFabricParams& params, int rank)
         : params_(params), rank_(rank), own_(params.heaps[rank]) {}
 
     template <class T>
-    __device__ __forceinline__ T* own(size_t offset) const {
+    EP_FN T* own(size_t offset) const {
         return reinterpret_cast<T*>(own_ + offset);
     }
 
     template <class T>
-    __device__ __forceinline__ T* network(size_t offset) const {
+    EP_FN T* network(size_t offset) const {
         return own<T>(offset);
     }
 
     template <class T>
-    __device__ __forceinline__ T* peer(int local, size_t offset) const {
+    EP_FN T* peer(int local, size_t offset) const {
         return at<T>(params_.topology.rank(params_.topology.node_of(rank_), local), offset);
     }
 
     // ---- to any rank
 
-    static __device__ __forceinline__ constexpr bool maps(int) { return true; }
+    static EP_FN constexpr bool maps(int) { return true; }
 
     template <class T>
-    __device__ __forceinline__ T* at(int rank, size_t offset) const {
+    EP_FN T* at(int rank, size_t offset) const {
         return reinterpret_cast<T*>(params_.heaps[rank] + offset);
     }
 
     template <class W>
-    __device__ __forceinline__ void put_to(W& warp, int, int rank, size_t dst, size_t src,
-                                           size_t bytes) const {
+    EP_FN void put_to(W& warp, int, int rank, size_t dst, size_t src, size_t bytes) const {
         warp.template copy<CacheHint::Keep>(at<char>(rank, dst), own<char>(src), bytes);
     }
 
     template <class W>
-    __device__ __forceinline__ void signal_to(W& warp, int, int rank, size_t flag, uint64_t,
-                                              uint64_t to) const {
+    EP_FN void signal_to(W& warp, int, int rank, size_t flag, uint64_t, uint64_t to) const {
         warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
     }
 
     template <class W>
-    __device__ __forceinline__ void credit_to(W& warp, int, int rank, size_t flag, uint64_t,
-                                              uint64_t to) const {
+    EP_FN void credit_to(W& warp, int, int rank, size_t flag, uint64_t, uint64_t to) const {
         warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
     }
 
     // Not called: all ranks are mapped.
-    template <class W, class ChannelOf>
-    __device__ __forceinline__ void put_each(W&, uint32_t, const typename W::template PerLane<int>&,
-                                             ChannelOf&&, size_t,
-                                             const typename W::template PerLane<size_t>&,
-                                             size_t) const {}
-    template <class W, class ChannelOf>
-    __device__ __forceinline__ void signal_each(W&, int, uint32_t, ChannelOf&&, size_t,
-                                                const typename W::template PerLane<uint64_t>&,
-                                                uint64_t) const {}
-    template <class W>
-    __device__ __forceinline__ void credit_each(W&, int, uint32_t, int, size_t, uint64_t,
-                                                uint64_t) const {}
+    template <class... Args>
+    EP_FN void put_each(Args&&...) const {}
+    template <class... Args>
+    EP_FN void signal_each(Args&&...) const {}
+    template <class... Args>
+    EP_FN void credit_each(Args&&...) const {}
 
     template <class W>
-    __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
+    EP_FN uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 

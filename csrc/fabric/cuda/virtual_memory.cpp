@@ -165,14 +165,14 @@ std::unique_ptr<VirtualMemory> VirtualMemory::open(int device, const std::string
 
 void VirtualMemory::replace(const std::string& handle) {
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
     mapping_->map_other(handle, kind_);
 }
 
 void VirtualMemory::release() {
     if (!data_) return;
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // as cudaFree does
+    synchronize_device();  // as cudaFree does
     data_ = nullptr;
     mapping_.reset();
 }

@@ -5,6 +5,7 @@
 #include "core/network_flags.h"
 #include "core/topology.h"
 #include "exec/warp.h"
+#include "fabric/node_fabric.h"
 
 #if defined(__CUDACC__)
 #include "exec/device/ptx.h"
@@ -52,7 +53,7 @@ struct NcclFabricParams {
 
 #if defined(__CUDACC__)
 
-__device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) {
+EP_FN ncclGin gin_of(const ncclDevComm& comm, int channel) {
     return ncclGin(comm, channel % comm.ginContextCount);
 }
 
@@ -66,8 +67,8 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
              ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
 // A flag has one writer: at `rank` it is this rank's, here it is counted as that of `rank`.
-__device__ __forceinline__ void nccl_count(const NcclFabricParams& params, int rank,
-                                           uint32_t signal, uint64_t increment) {
+EP_FN void nccl_count(const NcclFabricParams& params, int rank, uint32_t signal,
+                      uint64_t increment) {
     params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;
 }
 __device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, int channel,
@@ -83,9 +84,8 @@ __device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, 
 
 // Signals rank first + lane for each lane in the mask.
 template <class ChannelOf>
-__device__ __forceinline__ void nccl_signal_each(const NcclFabricParams& params, int first,
-                                                 uint32_t ranks, ChannelOf&& channel_of,
-                                                 uint32_t signal, uint64_t increment) {
+EP_FN void nccl_signal_each(const NcclFabricParams& params, int first, uint32_t ranks,
+                            ChannelOf&& channel_of, uint32_t signal, uint64_t increment) {
     const int lane = static_cast<int>(threadIdx.x % 32), rank = first + lane;
     const ncclDevComm& comm = params.comm;
     ptx::delay(&comm, signal + increment);
@@ -98,75 +98,54 @@ __device__ __forceinline__ void nccl_signal_each(const NcclFabricParams& params,
     __syncwarp();
 }
 
-class NcclFabric {
+class NcclFabric : public NodeFabric<NcclFabricParams> {
   public:
     static constexpr bool kOrdersWarps = true;
-    static constexpr bool kKeepsLines = false;
-    static constexpr bool kMapsAll = false;
 
-    __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
-        : params_(params),
-          node_(params.topology.node_of(rank)),
-          own_(params.node[params.topology.local_of(rank)]) {}
+    EP_FN NcclFabric(const NcclFabricParams& params, int rank)
+        : NodeFabric(params, rank), own_(params.node[params.topology.local_of(rank)]) {}
 
     template <class T>
-    __device__ __forceinline__ T* own(size_t offset) const {
+    EP_FN T* own(size_t offset) const {
         return reinterpret_cast<T*>(own_ + offset);
     }
 
     template <class T>
-    __device__ __forceinline__ T* network(size_t offset) const {
+    EP_FN T* network(size_t offset) const {
         return own<T>(offset);
     }
 
-    template <class T>
-    __device__ __forceinline__ T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(params_.node[local] + offset);
-    }
-
     template <class W>
-    __device__ __forceinline__ uint64_t acquire_signal(int channel, size_t flag) const {
+    EP_FN uint64_t acquire_signal(int channel, size_t flag) const {
         return gin_of(params_.comm, channel).readSignal(signal(flag));
     }
 
     // ---- to any rank: stores within the node, the network between nodes
 
-    __device__ __forceinline__ bool maps(int rank) const {
-        return params_.topology.node_of(rank) == node_;
-    }
-
-    template <class T>
-    __device__ __forceinline__ T* at(int rank, size_t offset) const {
-        return peer<T>(params_.topology.local_of(rank), offset);
-    }
-
     template <class W>
-    __device__ __forceinline__ void put_to(W& warp, int channel, int rank, size_t dst, size_t src,
-                                           size_t bytes) const {
+    EP_FN void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) const {
         warp.finish_writes();  // by the copy engine, too, before the network reads them
         nccl_put(params_, channel, rank, dst, src, bytes);
     }
 
     template <class W>
-    __device__ __forceinline__ void signal_to(W& warp, int channel, int rank, size_t flag,
-                                              uint64_t from, uint64_t to) const {
+    EP_FN void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from,
+                         uint64_t to) const {
         if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
         nccl_signal(params_, channel, rank, signal(flag), to - from);
     }
 
     template <class W>
-    __device__ __forceinline__ void credit_to(W& warp, int channel, int rank, size_t flag,
-                                              uint64_t from, uint64_t to) const {
+    EP_FN void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from,
+                         uint64_t to) const {
         if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         nccl_signal(params_, channel, rank, signal(flag), to - from);
     }
 
     template <class W, class ChannelOf>
-    __device__ __forceinline__ void put_each(W& warp, uint32_t lanes,
-                                             const typename W::template PerLane<int>& rank,
-                                             ChannelOf&& channel_of, size_t dst,
-                                             const typename W::template PerLane<size_t>& src,
-                                             size_t bytes) const {
+    EP_FN void put_each(W& warp, uint32_t lanes, const PerLane<W, int>& rank,
+                        ChannelOf&& channel_of, size_t dst, const PerLane<W, size_t>& src,
+                        size_t bytes) const {
         warp.finish_writes();
         __threadfence_system();
         __syncwarp();  // a lane puts what others have written
@@ -179,29 +158,25 @@ class NcclFabric {
     }
 
     template <class W, class ChannelOf>
-    __device__ __forceinline__ void signal_each(W& warp, int first, uint32_t ranks,
-                                                ChannelOf&& channel_of, size_t flag,
-                                                const typename W::template PerLane<uint64_t>& from,
-                                                uint64_t to) const {
+    EP_FN void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
+                           const PerLane<W, uint64_t>& from, uint64_t to) const {
         uint64_t increment = 0;  // this lane's
         warp.lanes(32, [&](int lane) { increment = to - from[lane]; });
         nccl_signal_each(params_, first, ranks, channel_of, signal(flag), increment);
     }
 
     template <class W>
-    __device__ __forceinline__ void credit_each(W&, int first, uint32_t ranks, int channel,
-                                                size_t flag, uint64_t from, uint64_t to) const {
+    EP_FN void credit_each(W&, int first, uint32_t ranks, int channel, size_t flag, uint64_t from,
+                           uint64_t to) const {
         nccl_signal_each(
             params_, first, ranks, [&](int) { return channel; }, signal(flag), to - from);
     }
 
   private:
-    __device__ __forceinline__ uint32_t signal(size_t flag) const {
+    EP_FN uint32_t signal(size_t flag) const {
         return static_cast<uint32_t>(params_.flags.number(flag));
     }
 
-    const NcclFabricParams& params_;
-    int node_;
     char* own_;
 };
 

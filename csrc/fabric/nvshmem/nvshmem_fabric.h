@@ -4,6 +4,7 @@
 
 #include "core/topology.h"
 #include "exec/warp.h"
+#include "fabric/node_fabric.h"
 
 #if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)
 #include "exec/device/ptx.h"
@@ -67,74 +68,52 @@ __device__ __noinline__ inline void nvshmem_add_each(uint64_t* flag, uint64_t in
     __syncwarp();
 }
 
-class NvshmemFabric {
+class NvshmemFabric : public NodeFabric<NvshmemFabricParams> {
   public:
     static constexpr bool kOrdersWarps = false;  // warps may have different queue pairs
-    static constexpr bool kKeepsLines = false;
-    static constexpr bool kMapsAll = false;
 
-    __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
-        : params_(params), node_(params.topology.node_of(rank)) {}
+    using NodeFabric::NodeFabric;
 
     template <class T>
-    __device__ __forceinline__ T* own(size_t offset) const {
+    EP_FN T* own(size_t offset) const {
         return reinterpret_cast<T*>(params_.own + offset);
     }
 
     template <class T>
-    __device__ __forceinline__ T* network(size_t offset) const {
+    EP_FN T* network(size_t offset) const {
         return own<T>(offset);
     }
 
-    template <class T>
-    __device__ __forceinline__ T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(params_.node[local] + offset);
-    }
-
     template <class W>
-    __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
+    EP_FN uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
     // ---- to any rank: stores within the node, the network between nodes
 
-    __device__ __forceinline__ bool maps(int rank) const {
-        return params_.topology.node_of(rank) == node_;
-    }
-
-    template <class T>
-    __device__ __forceinline__ T* at(int rank, size_t offset) const {
-        return peer<T>(params_.topology.local_of(rank), offset);
-    }
-
     template <class W>
-    __device__ __forceinline__ void put_to(W& warp, int, int rank, size_t dst, size_t src,
-                                           size_t bytes) const {
+    EP_FN void put_to(W& warp, int, int rank, size_t dst, size_t src, size_t bytes) const {
         warp.finish_writes();  // by the copy engine, too, before the network reads them
         nvshmem_put(params_.own + dst, params_.own + src, bytes, rank);
     }
 
     template <class W>
-    __device__ __forceinline__ void signal_to(W& warp, int, int rank, size_t flag, uint64_t from,
-                                              uint64_t to) const {
+    EP_FN void signal_to(W& warp, int, int rank, size_t flag, uint64_t from, uint64_t to) const {
         if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
         warp.finish_writes();
         nvshmem_add(own<uint64_t>(flag), to - from, rank, params_.needs_fence);
     }
 
     template <class W>
-    __device__ __forceinline__ void credit_to(W& warp, int, int rank, size_t flag, uint64_t from,
-                                              uint64_t to) const {
+    EP_FN void credit_to(W& warp, int, int rank, size_t flag, uint64_t from, uint64_t to) const {
         if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         nvshmem_add(own<uint64_t>(flag), to - from, rank, false);
     }
 
     template <class W, class ChannelOf>
-    __device__ __forceinline__ void put_each(W& warp, uint32_t lanes,
-                                             const typename W::template PerLane<int>& rank,
-                                             ChannelOf&& channel_of, size_t dst,
-                                             const typename W::template PerLane<size_t>& src,
-                                             size_t bytes) const {
+    EP_FN void put_each(W& warp, uint32_t lanes, const PerLane<W, int>& rank,
+                        ChannelOf&& channel_of, size_t dst, const PerLane<W, size_t>& src,
+                        size_t bytes) const {
         for_each_lane(lanes, [&](int lane) {
             const int to = warp.broadcast(rank, lane);
             put_to(warp, channel_of(to), to, dst, warp.broadcast(src, lane), bytes);
@@ -142,10 +121,8 @@ class NvshmemFabric {
     }
 
     template <class W, class ChannelOf>
-    __device__ __forceinline__ void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&&,
-                                                size_t flag,
-                                                const typename W::template PerLane<uint64_t>& from,
-                                                uint64_t to) const {
+    EP_FN void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&&, size_t flag,
+                           const PerLane<W, uint64_t>& from, uint64_t to) const {
         warp.finish_writes();
         uint64_t increment = 0;  // this lane's
         warp.lanes(32, [&](int lane) { increment = to - from[lane]; });
@@ -153,14 +130,10 @@ class NvshmemFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void credit_each(W&, int first, uint32_t ranks, int, size_t flag,
-                                                uint64_t from, uint64_t to) const {
+    EP_FN void credit_each(W&, int first, uint32_t ranks, int, size_t flag, uint64_t from,
+                           uint64_t to) const {
         nvshmem_add_each(own<uint64_t>(flag), to - from, first, ranks, false);
     }
-
-  private:
-    const NvshmemFabricParams& params_;
-    int node_;
 };
 
 #endif

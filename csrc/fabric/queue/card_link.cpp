@@ -19,9 +19,6 @@ CardQueue queue_in(const verbs::DirectPair::Rings& rings) {
     return queue;
 }
 
-CardLink::~CardLink() { stop(); }
-
-// From now on nothing that the other rank has posted is written here.
 void CardLink::stop() {
     for (const auto& [number, region] : regions_) stop(region);
 }
@@ -30,21 +27,12 @@ void CardLink::stop(const Region& region) {
     for (const auto& pair : region.pairs) pair->stop();
 }
 
-void CardLink::fail(const std::string& why) {
-    if (end_.empty()) stop();
-    Link::fail(why);
-}
-
 void CardLink::add(const Frame&, const char*, std::function<void()>) {
     fail("what the card carries was given to the host");
 }
 
-void CardLink::add_copy(Frame frame, std::string bytes) {
-    words_->add_copy(frame, std::move(bytes));
-}
-
 bool CardLink::send() {
-    if (!end_.empty()) return words_->send();
+    if (!end_.empty()) return control_->send();
     for (auto& [number, region] : regions_) {
         if (region.is_to_confirm && is_idle(region)) {
             region.is_to_confirm = false;
@@ -59,7 +47,7 @@ bool CardLink::send() {
             return true;
         }
     }
-    return words_->send();
+    return control_->send();
 }
 
 bool CardLink::is_idle(const Region& region) {
@@ -72,33 +60,12 @@ bool CardLink::is_idle() const {
                        [](const auto& region) { return is_idle(region.second); });
 }
 
-bool CardLink::has_to_send() const { return end_.empty() && (words_->has_to_send() || !is_idle()); }
-
-bool CardLink::is_acknowledged() const {
-    return !end_.empty() || (is_idle() && words_->is_acknowledged());
-}
-
-bool CardLink::receive(const Target& target, const Done& done) {
-    char nothing;
-    const auto is_own = [](const Frame& frame) {
-        return frame.kind == Frame::kClose || frame.kind == Frame::kClosed;
-    };
-    const bool moved = words_->receive(
-        [&](const Frame& frame) -> char* {
-            if (is_own(frame)) return frame.bytes ? nullptr : &nothing;
-            const bool is_of_card = frame.kind == Frame::kWrite || frame.kind == Frame::kAdd;
-            return is_of_card ? nullptr : target(frame);
-        },
-        [&](const Frame& frame) {
-            if (!is_own(frame)) return done(frame);
-            Region& region = regions_[frame.region];
-            if (frame.kind == Frame::kClose)
-                region.was_closed = region.is_to_confirm = true;
-            else
-                region.was_confirmed = true;
-        });
-    if (!words_->end().empty()) fail(words_->end());
-    return moved;
+void CardLink::take(const Frame& frame) {
+    Region& region = regions_[frame.region];
+    if (frame.kind == Frame::kClose)
+        region.was_closed = region.is_to_confirm = true;
+    else
+        region.was_confirmed = true;
 }
 
 bool CardLink::forget(uint16_t number) {

@@ -35,7 +35,7 @@ class BigEndian {
 // a thread of the host carries the queue out: addresses are offsets into the key's region.
 struct alignas(64) SendEntry {
     enum Opcode : uint8_t { kWrite = 0x08, kFetchAdd = 0x12 };
-    static constexpr uint8_t kTellCompletion = 2 << 2;
+    static constexpr uint8_t kReportCompletion = 2 << 2;
 
     struct Control {
         BigEndian<uint32_t> index_and_opcode;  // the entry's number, modulo 2^16, and what it does
@@ -120,7 +120,7 @@ struct alignas(64) SendEntry {
         SendEntry entry{};
         entry.control.index_and_opcode = numbered(index, opcode);
         entry.control.queue_and_size = queue << 8 | units;
-        entry.control.flags = kTellCompletion;
+        entry.control.flags = kReportCompletion;
         entry.remote.address = place.address;
         entry.remote.key = place.key;
         return entry;
@@ -145,7 +145,7 @@ struct alignas(64) Completion {
     uint8_t kind;
 
     // Reports entry `index` and all before it as done. Called by what carries the queue out.
-    void tell(uint16_t index, uint64_t how, uint64_t round = 0) {
+    void report(uint16_t index, uint64_t how, uint64_t round = 0) {
         const uint64_t word = how << 60 | (round & 1) << 56 | uint64_t{index & 0xffu} << 40 |
                               static_cast<uint64_t>(index >> 8) << 32;
         std::atomic_ref<uint64_t>(*last_word()).store(word, std::memory_order_release);

@@ -1,7 +1,6 @@
 // Link: a connection of SoftwareNic to another rank, and the frames that it carries.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>

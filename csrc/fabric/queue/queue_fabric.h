@@ -5,6 +5,7 @@
 
 #include "core/topology.h"
 #include "exec/warp.h"
+#include "fabric/node_fabric.h"
 #include "fabric/queue/send_queue.h"
 
 namespace ep {
@@ -36,25 +37,16 @@ struct QueueFabricParams {
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
-class QueueFabric {
+class QueueFabric : public NodeFabric<QueueFabricParams> {
   public:
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
-    static constexpr bool kKeepsLines = false;
-    static constexpr bool kMapsAll = false;
 
     EP_FN QueueFabric(const QueueFabricParams& params, int rank)
-        : params_(params),
-          node_(params.topology.node_of(rank)),
-          local_(params.topology.local_of(rank)) {}
+        : NodeFabric(params, rank), local_(params.topology.local_of(rank)) {}
 
     template <class T>
     EP_FN T* own(size_t offset) const {
         return peer<T>(local_, offset);
-    }
-
-    template <class T>
-    EP_FN T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(params_.node[local] + offset);
     }
 
     template <class T>
@@ -68,13 +60,6 @@ class QueueFabric {
     }
 
     // ---- to any rank: stores within the node, the queues between nodes
-
-    EP_FN bool maps(int rank) const { return params_.topology.node_of(rank) == node_; }
-
-    template <class T>
-    EP_FN T* at(int rank, size_t offset) const {
-        return peer<T>(params_.topology.local_of(rank), offset);
-    }
 
     template <class W>
     EP_FN void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) const {
@@ -102,9 +87,9 @@ class QueueFabric {
     }
 
     template <class W, class ChannelOf>
-    EP_FN void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
-                        ChannelOf&& channel_of, size_t dst,
-                        const typename W::template PerLane<size_t>& src, size_t bytes) const {
+    EP_FN void put_each(W& warp, uint32_t lanes, const PerLane<W, int>& rank,
+                        ChannelOf&& channel_of, size_t dst, const PerLane<W, size_t>& src,
+                        size_t bytes) const {
         post_each(
             warp, lanes, false,
             [&](int lane) { return params_.queues.puts(channel_of(rank[lane]), rank[lane]); },
@@ -117,7 +102,7 @@ class QueueFabric {
 
     template <class W, class ChannelOf>
     EP_FN void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
-                           const typename W::template PerLane<uint64_t>& from, uint64_t to) const {
+                           const PerLane<W, uint64_t>& from, uint64_t to) const {
         add_each(
             warp, first, ranks,
             [&](int lane) { return params_.queues.puts(channel_of(first + lane), first + lane); },
@@ -148,8 +133,7 @@ class QueueFabric {
 
     EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }
 
-    const QueueFabricParams& params_;
-    int node_, local_;
+    int local_;
 };
 
 }  // namespace ep

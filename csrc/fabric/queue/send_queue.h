@@ -50,12 +50,10 @@ struct CardQueue {
 // out the entries below it in order, and reports progress in the completion. It holds no pointer
 // into another process, and at most `depth` entries that are not carried out.
 struct SendQueue {
-    static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
-
     using Producer = QueueProducer;
 
     SendEntry* entries;
-    uint32_t depth;      // a power of two
+    uint32_t depth;      // a power of two, at most 2^15: numbers in entries have 16 bits
     uint32_t number;     // 24 bits, as in entries
     uint32_t key;        // of the region, the same at both ends
     uint64_t scratch;    // eight bytes of the region, for the old value of an addition
@@ -129,7 +127,7 @@ struct SendQueue {
     // Clears all but the producer's counters.
     void clear() const {
         std::atomic_ref<uint64_t>(*doorbell).store(0, std::memory_order_relaxed);
-        completion->tell(0, Completion::kNothingYet);
+        completion->report(0, Completion::kNothingYet);
     }
 
     // Whether entry `own` has room, as far as completions are known. Called by one lane.
@@ -210,7 +208,7 @@ struct SendQueue {
 template <class W, class QueueOf, class PeerOf, class EntryOf>
 EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, PeerOf&& peer_of,
                      EntryOf&& entry_of) {
-    typename W::template PerLane<uint64_t> own, completed;
+    PerLane<W, uint64_t> own, completed;
     auto is_in = [](uint32_t mask, int lane) { return mask >> lane & 1; };
     auto ring = [&](uint32_t mask, int entries) {
         warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cassert>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -57,7 +56,7 @@ bool is_in_transfer(ControlBlock& block) {
 
 // Whether a rank reports an outcome to others: not one that it received, nor one that ends it
 // alone.
-bool is_told(Outcome outcome) {
+bool is_reported(Outcome outcome) {
     return outcome > Outcome::Ok && outcome <= Outcome::Lost && outcome != Outcome::Aborted &&
            outcome != Outcome::CutOff;
 }
@@ -76,7 +75,7 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards ca
       depth_(depth),
       links_(controls_.size()),
       arriving_(controls_.size()),
-      told_(controls_.size()),
+      reported_(controls_.size()),
       has_left_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
@@ -125,7 +124,7 @@ void SoftwareNic::start_stepped(Links links) {
     const std::lock_guard lock(ports_mutex_);
     links_ = std::move(links);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        told_[rank] = 0;
+        reported_[rank] = 0;
         has_left_[rank] = false;
         if (links_[rank]) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
@@ -134,14 +133,14 @@ void SoftwareNic::start_stepped(Links links) {
         std::fill(port->producers_.begin(), port->producers_.end(), SendQueue::Producer{});
         std::fill(port->taken_.begin(), port->taken_.end(), Port::Taken{});
     }
-    last_beat_ = news_until_ = {};
-    last_step_ = last_look_ = Clock::now();
+    last_heartbeat_ = urgent_until_ = {};
+    last_step_ = last_silence_check_ = Clock::now();
     heard_.assign(links_.size(), last_step_);
-    ahead_.assign(links_.size(), 0);
+    unanswered_.assign(links_.size(), 0);
     last_abort_ = 0;
     why_lost_ = {};
     lost_.reset();
-    stopping_ = said_goodbye_ = false;
+    stopping_ = sent_bye_ = false;
 }
 
 void SoftwareNic::stop(std::chrono::duration<double> most) {
@@ -175,7 +174,7 @@ void SoftwareNic::run() {
         } else if (now - idle_since < kSpin) {
             std::this_thread::yield();
         } else {
-            sleep(nap(now - idle_since, polls));
+            sleep(poll_interval(now - idle_since, polls));
         }
     }
 }
@@ -187,7 +186,7 @@ bool SoftwareNic::step() {
         for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
     }
     const auto now = Clock::now();
-    tell_others(now);
+    send_reports(now);
     moved |= move_bytes(now);
     lose_silent(now);
     end_waits();
@@ -196,9 +195,9 @@ bool SoftwareNic::step() {
 }
 
 // How long to sleep. If nothing wakes the thread when something comes, an eighth of the idle time.
-SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle, bool polls) const {
-    if (polls) return std::clamp<Clock::duration>(idle / 8, kMinNap, kMaxNap);
-    return Clock::now() < news_until_ || stopping_ ? kNews : kNews * 2;
+SoftwareNic::Clock::duration SoftwareNic::poll_interval(Clock::duration idle, bool polls) const {
+    if (polls) return std::clamp<Clock::duration>(idle / 8, kMinInterval, kMaxInterval);
+    return Clock::now() < urgent_until_ || stopping_ ? kUrgent : kUrgent * 2;
 }
 
 // Sends goodbyes once everything has left, or it is late, and gives the other machines a moment to
@@ -212,13 +211,13 @@ bool SoftwareNic::leave() {
         is_heard &= link->is_acknowledged();
     }
     if (!has_left && now <= stop_at_) return false;
-    if (said_goodbye_) return is_heard || now > stop_at_ + kFarewell;
+    if (sent_bye_) return is_heard || now > stop_at_ + kLinger;
     for (const auto& link : links_) {
         if (!link || !link->end().empty()) continue;
         add_status(*link);
         link->add_copy({Frame::kBye}, {});
     }
-    said_goodbye_ = true;
+    sent_bye_ = true;
     return false;
 }
 
@@ -248,7 +247,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     if (link && !link->end().empty()) {  // give up, as a card does: nothing waits for room then
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
         if (taken.begun == taken.given_up) return false;
-        queue.completion->tell(static_cast<uint16_t>(taken.begun - 1), Completion::kRequestError);
+        queue.completion->report(static_cast<uint16_t>(taken.begun - 1), Completion::kRequestError);
         taken.given_up = taken.begun;
         return true;
     }
@@ -260,7 +259,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         const uint64_t address = entry.remote.address;
         const uint16_t index = entry.index();
         const auto complete = [completion = queue.completion, index] {
-            completion->tell(index, Completion::kDone);
+            completion->report(index, Completion::kDone);
         };
         moved = true;
         if (entry.opcode() == SendEntry::kFetchAdd) {
@@ -305,7 +304,7 @@ bool SoftwareNic::move_bytes(Clock::time_point now) {
                               [&](const Frame& frame) { take(from, frame); })) {
                 moved = true;
                 heard_[rank] = now;
-                ahead_[rank] = 0;
+                unanswered_[rank] = 0;
             }
         }
         if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
@@ -352,7 +351,7 @@ void SoftwareNic::take(int rank, const Frame& frame) {
     } else if (frame.kind == Frame::kAbort) {
         const Outcome outcome = ControlBlock::outcome_of(frame.increment);
         const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
-        if (!is_told(outcome) || blamed >= links_.size()) return link.fail(kForeign);
+        if (!is_reported(outcome) || blamed >= links_.size()) return link.fail(kForeign);
         if (!tolerates_loss_ || outcome != Outcome::Lost) return abort(own(), frame.increment);
         const Reason& reason = controls_[rank]->reason;
         note_loss(static_cast<int>(blamed), std::string(reason.text, reason.bytes));
@@ -363,44 +362,44 @@ void SoftwareNic::take(int rank, const Frame& frame) {
 }
 
 // What a rank of another machine must be told: an abort word, or that there was a loss; 0: nothing.
-uint64_t SoftwareNic::news_for(size_t rank) const {
+uint64_t SoftwareNic::report_for(size_t rank) const {
     const uint64_t word = abort_word_of(*controls_[rank]);
     return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, *lost_);
 }
 
 // Sends the abort words that ranks of this machine have set in mirrors, losses, and from time to
 // time this rank's status: more often shortly after a failure.
-void SoftwareNic::tell_others(Clock::time_point now) {
+void SoftwareNic::send_reports(Clock::time_point now) {
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
         last_abort_ = word;
-        news_until_ = now + std::chrono::seconds(1);
+        urgent_until_ = now + std::chrono::seconds(1);
         // a GPU cannot write to mirrors
         for (size_t rank = 0;
              ControlBlock::outcome_of(word) != Outcome::CutOff && rank < links_.size(); ++rank) {
             if (!is_mapped(static_cast<int>(rank))) abort(*controls_[rank], word);
         }
     }
-    const bool is_time = now - last_beat_ > (now < news_until_ ? kNews : kBeat);
+    const bool is_time = now - last_heartbeat_ > (now < urgent_until_ ? kUrgent : kHeartbeat);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         const auto& link = links_[rank];
         if (!link || !link->end().empty()) continue;
-        const uint64_t word = news_for(rank);
-        const bool is_new = word && word != told_[rank];
+        const uint64_t word = report_for(rank);
+        const bool is_new = word && word != reported_[rank];
         if (is_new) {
             add_abort(rank, word);
-        } else if (is_time && link->has_room() && ahead_[rank] < kMaxAhead) {
-            ++ahead_[rank];
+        } else if (is_time && link->has_room() && unanswered_[rank] < kMaxUnanswered) {
+            ++unanswered_[rank];
             add_status(*link);
         }
     }
-    if (is_time) last_beat_ = now;
+    if (is_time) last_heartbeat_ = now;
 }
 
 // Gives up ranks whose machine no longer answers. A stopped process is waited for like a slow one,
 // because its machine answers. If losses are tolerated, only until it takes nothing sent to it.
 void SoftwareNic::lose_silent(Clock::time_point now) {
-    if (now - last_look_ < kListen || stopping_) return;
-    last_look_ = now;
+    if (now - last_silence_check_ < kSilenceCheck || stopping_) return;
+    last_silence_check_ = now;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
         const auto& link = links_[rank];
         if (!link || !link->end().empty()) continue;
@@ -434,7 +433,7 @@ void SoftwareNic::add_abort(size_t rank, uint64_t word) {
     Link& link = *links_[rank];
     add_status(link);
     link.add_copy({Frame::kAbort, 0, 0, 0, word}, {});
-    told_[rank] = word;
+    reported_[rank] = word;
 }
 
 // Gives up a rank when its connection breaks. The rank itself is told if only a card has failed.
@@ -442,7 +441,7 @@ void SoftwareNic::lose(int rank, const std::string& why) {
     links_[rank]->fail(why);
     note(controls_[rank]->reason, why);
     note_loss(rank, why);
-    if (told_[rank]) return;
+    if (reported_[rank]) return;
     add_abort(rank, ControlBlock::abort_word(Outcome::Lost, *lost_));
     links_[rank]->send();
 }
@@ -474,20 +473,21 @@ std::vector<int> SoftwareNic::ranks_that_left() const {
     return ranks;
 }
 
-void SoftwareNic::tell_now() {
+void SoftwareNic::flush_reports() {
     const auto deadline = Clock::now() + std::chrono::seconds(1);
-    const auto is_told = [&] {
+    const auto is_reported = [&] {
         const std::lock_guard lock(ports_mutex_);
         if (abort_word_of(own()) != last_abort_) return false;  // the mirrors do not have it yet
         for (size_t rank = 0; rank < links_.size(); ++rank) {
             const auto& link = links_[rank];
             if (!link || !link->end().empty()) continue;
-            if (news_for(rank) != told_[rank] || link->has_to_send() || !link->is_acknowledged())
+            if (report_for(rank) != reported_[rank] || link->has_to_send() ||
+                !link->is_acknowledged())
                 return false;
         }
         return true;
     };
-    while (is_running() && !is_told() && Clock::now() < deadline) {
+    while (is_running() && !is_reported() && Clock::now() < deadline) {
         wake();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -32,7 +32,7 @@ class GpuOfCards {
     // Maps a queue pair's rings and bell for the GPU, and sets their addresses to the GPU's. Throws
     // std::runtime_error if that fails.
     virtual void reach(verbs::DirectPair& pair, CardQueue& card) = 0;
-    virtual void tell(const std::vector<CardQueue>& cards) = 0;
+    virtual void upload(const std::vector<CardQueue>& cards) = 0;
 
   protected:
     ~GpuOfCards() = default;
@@ -119,10 +119,10 @@ class SoftwareNic {
 
     // With a direct card, after ports were opened and before anything is posted in them, whether or
     // not the network runs: makes queue pairs to a rank of another machine for all ports that have
-    // none, and returns what that rank must be told ...
+    // none, and returns invitations for that rank ...
     std::string invite(int rank);
-    // ... and takes what that rank has told. Both throw std::runtime_error that says what fails.
-    void join(int rank, const std::string& told);
+    // ... and takes those of that rank. Both throw std::runtime_error that says what fails.
+    void join(int rank, const std::string& invitations);
 
     // Begins to carry out what is posted. sockets: by rank, connected; -1 for ranks whose memory is
     // mapped. Takes ownership. pairs: by rank, with a card that is not direct: a connected one for
@@ -145,7 +145,7 @@ class SoftwareNic {
     void wake();
     // Waits until the other machines have what this rank knows of failures, a moment at most: its
     // process may be about to end.
-    void tell_now();
+    void flush_reports();
     // Ranks of other machines whose network has stopped. Their mirrors hold their last status.
     std::vector<int> ranks_that_left() const;
     // For a rank of another machine: seconds since its process has sent anything, up to this
@@ -162,12 +162,12 @@ class SoftwareNic {
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     // With these intervals the thread takes 0.3 % of a core while nothing is sent (`megatron-ep
     // bench`). Each alone is not measured: chosen as short for what waits for it.
-    static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
-    static constexpr int kMaxAhead = 4;  // statuses sent to a rank that sends nothing itself
-    static constexpr std::chrono::seconds kListen{1};  // between two checks for silent ranks
-    static constexpr std::chrono::milliseconds kFarewell{200};  // for goodbyes to arrive
+    static constexpr std::chrono::milliseconds kHeartbeat{200}, kUrgent{10};
+    static constexpr int kMaxUnanswered = 4;  // statuses sent to a rank that sends nothing itself
+    static constexpr std::chrono::seconds kSilenceCheck{1};   // between two checks for silent ranks
+    static constexpr std::chrono::milliseconds kLinger{200};  // for goodbyes to arrive
     static constexpr std::chrono::microseconds kSpin{20};
-    static constexpr std::chrono::microseconds kMinNap{50}, kMaxNap{1000};
+    static constexpr std::chrono::microseconds kMinInterval{50}, kMaxInterval{1000};
 
     bool is_forked() const { return getpid() != process_; }
     void run();
@@ -188,17 +188,17 @@ class SoftwareNic {
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
     bool move_bytes(Clock::time_point now);
-    void tell_others(Clock::time_point now);
+    void send_reports(Clock::time_point now);
     void lose_silent(Clock::time_point now);
     void add_status(Link& link);
     void add_abort(size_t rank, uint64_t word);
     void lose(int rank, const std::string& why);
     void note_loss(int rank, const std::string& why);
     void end_waits();
-    uint64_t news_for(size_t rank) const;
+    uint64_t report_for(size_t rank) const;
     bool is_mapped(int rank) const { return !links_[rank]; }
     Link* link_of(size_t queue) const;
-    Clock::duration nap(Clock::duration idle, bool polls) const;
+    Clock::duration poll_interval(Clock::duration idle, bool polls) const;
     void sleep(Clock::duration most);
     bool has_work() const;
     bool is_polled() const;
@@ -216,24 +216,24 @@ class SoftwareNic {
     std::mutex ports_mutex_;
     std::map<uint16_t, std::shared_ptr<Port>> ports_;  // open ones, by number
     uint32_t next_port_ = 0;
-    std::vector<char> nowhere_;                // for what arrives for closed ports
-    std::vector<ControlBlock> arriving_;       // by rank
-    std::vector<std::atomic<uint64_t>> told_;  // by rank: the abort word that was sent to it
-    std::vector<std::atomic<bool>> has_left_;  // by rank
-    Clock::time_point last_beat_, last_look_, last_step_;
+    std::vector<char> nowhere_;                    // for what arrives for closed ports
+    std::vector<ControlBlock> arriving_;           // by rank
+    std::vector<std::atomic<uint64_t>> reported_;  // by rank: the abort word that was sent to it
+    std::vector<std::atomic<bool>> has_left_;      // by rank
+    Clock::time_point last_heartbeat_, last_silence_check_, last_step_;
     std::vector<Clock::time_point> heard_;  // by rank: when it has last sent anything
-    std::vector<int> ahead_;                // by rank: statuses sent to it since
+    std::vector<int> unanswered_;           // by rank: statuses sent to it since
     double limit_ = 10;                     // see start()
     uint64_t last_abort_ = 0;
     // The rank whose connection broke first, here or as another rank reported, and why.
     std::optional<int> lost_;
     Reason why_lost_{};
-    Clock::time_point news_until_;
+    Clock::time_point urgent_until_;
 
     std::jthread thread_;
     std::atomic<bool> has_thread_ = false, stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
-    bool said_goodbye_ = false;
+    bool sent_bye_ = false;
     bool polls_ = false;  // whether there are queues that do not wake the thread
     alignas(64) std::atomic<int> asleep_ = 0;
     int waker_;  // an eventfd

@@ -103,27 +103,27 @@ std::string SoftwareNic::invite(int rank) {
         const std::lock_guard lock(ports_mutex_);
         ports = ports_;
     }
-    std::string told;
+    std::string invitations;
     for (const auto& [number, port] : ports) {
         if (!reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
         CardLink::Pairs& pairs = port->sides_[rank].pairs;
         pairs.clear();
         const size_t count = std::min(queues_towards(*port), kMaxPairs);
-        append(told, Invitation{number, static_cast<uint32_t>(count)});
+        append(invitations, Invitation{number, static_cast<uint32_t>(count)});
         for (size_t i = 0; i < count; ++i) {
             const size_t card = card_of(i);
             pairs.push_back(std::make_shared<verbs::DirectPair>(cards_[card], kDepth));
             const std::string address = pairs.back()->address();
-            append(told, Invited{port->regions_[card]->data(), port->regions_[card]->flags(),
-                                 static_cast<uint32_t>(address.size())});
-            told += address;
+            append(invitations, Invited{port->regions_[card]->data(), port->regions_[card]->flags(),
+                                        static_cast<uint32_t>(address.size())});
+            invitations += address;
         }
     }
-    return told;
+    return invitations;
 }
 
-void SoftwareNic::join(int rank, const std::string& told) {
-    std::string_view rest = told;
+void SoftwareNic::join(int rank, const std::string& invitations) {
+    std::string_view rest = invitations;
     while (!rest.empty()) {
         const auto invitation = take_value<Invitation>(rest);
         std::shared_ptr<Port> port;
@@ -149,7 +149,7 @@ void SoftwareNic::join(int rank, const std::string& told) {
         }
         for (size_t i = 0; i < queues_towards(*port); ++i)
             port->cards_[number_of(rank, i)] = cards[i % cards.size()];
-        if (port->gpu_) port->gpu_->tell(port->cards_);
+        if (port->gpu_) port->gpu_->upload(port->cards_);
         const std::lock_guard lock(ports_mutex_);
         side.is_connected = true;
         if (links_[rank]) share(*links_[rank], rank, static_cast<uint16_t>(invitation.port));

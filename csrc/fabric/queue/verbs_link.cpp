@@ -4,18 +4,13 @@
 
 namespace ep {
 
-VerbsLink::VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePair> pair)
-    : words_(std::move(words)), pair_(std::move(pair)) {}
+VerbsLink::VerbsLink(std::unique_ptr<Link> control, std::shared_ptr<verbs::QueuePair> pair)
+    : RdmaLink(std::move(control)), pair_(std::move(pair)) {}
 
 void VerbsLink::open(uint16_t region, std::shared_ptr<const verbs::Region> memory) {
     regions_[region].own = std::move(memory);
     const verbs::Region& own = *regions_[region].own;
     add_copy({Frame::kKeys, region, 0, own.data(), own.flags()}, {});
-}
-
-void VerbsLink::fail(const std::string& why) {
-    if (end_.empty()) pair_->stop();
-    Link::fail(why);
 }
 
 bool VerbsLink::has_room_for(uint16_t region) const {
@@ -29,7 +24,7 @@ void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()>
     const Shared& shared = regions_.at(frame.region);
     if (shared.was_closed) {  // there is no reader any more
         posted_.push_back({frame.region, 0, std::move(sent), true});
-        if (posted_.size() == 1) tell_of_first();
+        if (posted_.size() == 1) report_first();
         return;
     }
     const bool is_write = frame.kind == Frame::kWrite;
@@ -42,15 +37,11 @@ void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()>
     posted_bytes_ += frame.bytes;
 }
 
-void VerbsLink::add_copy(Frame frame, std::string bytes) {
-    words_->add_copy(frame, std::move(bytes));
-}
-
 bool VerbsLink::send() {
-    bool moved = words_->send();
+    bool moved = control_->send();
     if (posted_.empty() || !end_.empty()) return moved;
     const std::string fault = pair_->poll([&] {
-        tell_of_first();
+        report_first();
         moved = true;
     });
     if (!fault.empty()) fail(fault);
@@ -58,43 +49,14 @@ bool VerbsLink::send() {
 }
 
 // Reports the first posted frame as sent, and the next ones up to one that the card was given.
-void VerbsLink::tell_of_first() {
+void VerbsLink::report_first() {
     do {
         const Posted first = std::move(posted_.front());
         posted_.pop_front();
         posted_bytes_ -= first.bytes;
         if (first.sent) first.sent();
         confirm_closed(first.region);
-    } while (!posted_.empty() && posted_.front().is_for_nobody);
-}
-
-bool VerbsLink::has_to_send() const {
-    return end_.empty() && (words_->has_to_send() || !posted_.empty());
-}
-
-bool VerbsLink::is_acknowledged() const {
-    return !end_.empty() || (posted_.empty() && words_->is_acknowledged());
-}
-
-bool VerbsLink::receive(const Target& target, const Done& done) {
-    char nothing;
-    const bool moved = words_->receive(
-        [&](const Frame& frame) -> char* {
-            switch (frame.kind) {
-                case Frame::kKeys:
-                case Frame::kClose:
-                case Frame::kClosed:
-                    return frame.bytes ? nullptr : &nothing;
-                case Frame::kWrite:
-                case Frame::kAdd:
-                    return nullptr;
-                default:
-                    return target(frame);
-            }
-        },
-        [&](const Frame& frame) { frame.kind < Frame::kKeys ? done(frame) : take(frame); });
-    if (!words_->end().empty()) fail(words_->end());
-    return moved;
+    } while (!posted_.empty() && posted_.front().is_dropped);
 }
 
 void VerbsLink::take(const Frame& frame) {

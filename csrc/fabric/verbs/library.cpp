@@ -3,11 +3,14 @@
 #include <cstring>
 
 #include "fabric/verbs/load.h"
+#include "fabric/verbs/mlx5.h"
 
 namespace ep::verbs {
 
+constexpr char kNeeds[] = "rdma-core 32 (2020) or later";
+
 std::shared_ptr<const Library> Library::load(const std::string& name) {
-    const Symbols symbols(name, "rdma-core 32 (2020) or later");
+    const Symbols symbols(name, kNeeds);
     const auto library = std::make_shared<Library>();
     symbols.find(library->get_device_list, "ibv_get_device_list");
     symbols.find(library->free_device_list, "ibv_free_device_list");
@@ -31,6 +34,15 @@ std::shared_ptr<const Library> Library::load(const std::string& name) {
     const auto fork_status = symbols.find_if_any<int (*)()>("ibv_is_fork_initialized");
     if (const int error = fork_init(); error && !(fork_status && fork_status() == 2))
         library->forks_badly = std::strerror(error);
+    return library;
+}
+
+std::shared_ptr<const Mlx5> Mlx5::load(const std::string& name) {
+    const Symbols symbols(name, kNeeds);
+    const auto library = std::make_shared<Mlx5>();
+    symbols.find(library->is_supported, "mlx5dv_is_supported");
+    symbols.find(library->create_cq, "mlx5dv_create_cq");
+    symbols.find(library->init_objects, "mlx5dv_init_obj");
     return library;
 }
 

@@ -4,7 +4,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 namespace ep::verbs {
 

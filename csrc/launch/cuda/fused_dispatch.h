@@ -9,11 +9,10 @@ namespace ep::kernels {
 // one that expires sets the rank's abort word, so the wait here is bounded, too.
 class PendingCounts {
   public:
-    __device__ __forceinline__ PendingCounts(const DeviceRank& rank, uint64_t* epochs,
-                                             uint64_t epoch)
+    EP_FN PendingCounts(const DeviceRank& rank, uint64_t* epochs, uint64_t epoch)
         : rank_(rank), epochs_(epochs), epoch_(epoch) {}
 
-    __device__ __forceinline__ bool there(DeviceWarp&) {
+    EP_FN bool there(DeviceWarp&) {
         if (are_there_) return true;
         bool seen = false;
         if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;
@@ -21,7 +20,7 @@ class PendingCounts {
         __syncwarp();  // extends lane 0's acquire to all lanes: a shuffle orders no memory
         return are_there_;
     }
-    __device__ __forceinline__ bool wait(DeviceWarp& warp) {
+    EP_FN bool wait(DeviceWarp& warp) {
         while (!there(warp)) {
             if (is_aborted(rank_)) return false;
         }
@@ -38,12 +37,11 @@ class PendingCounts {
 // Works for ranks of one node only, where a channel's sender numbers its rows without the counts of
 // other ranks. It sends while the first receiver warps of the first channels exchange the counts,
 // which all receivers need.
-template <class J>
-__device__ __forceinline__ void run_fused_dispatch(const J& joint,
-                                                   const WarpPosition<J>& position) {
-    const FusedDispatchArgs& args = joint.args[position.index];
-    const DeviceRank& rank = joint.ranks[position.index];
-    const Progress& progress = joint.progress[position.index];
+template <class L>
+EP_FN void run_fused_dispatch(const L& params, const WarpPosition<L>& position) {
+    const FusedDispatchArgs& args = params.args[position.index];
+    const DeviceRank& rank = params.ranks[position.index];
+    const Progress& progress = params.progress[position.index];
     const NotifyArgs notify = args.notify(progress.notifies() + 1);
     BulkBuffers& buffers = bulk_buffers();
     auto warp = [&](Role name, int channel) {
@@ -52,19 +50,19 @@ __device__ __forceinline__ void run_fused_dispatch(const J& joint,
     };
     {
         DeviceWarp w = warp(Role::Notify, 0);
-        if (!count_rows(joint, position, w, notify, progress.arrivals_of_fused_dispatch(), true))
+        if (!count_rows(params, position, w, notify, progress.arrivals_of_fused_dispatch(), true))
             return;
     }
     if (position.warp == 0) {
-        count_one(rank.control->entered.notify);
+        count_call(rank.control->entered.notify);
         begin_transfer(rank, args);
     }
-    const int channels = args.layout.channels, warps = joint.roles.warps();
+    const int channels = args.layout.channels, warps = params.roles.warps();
     const int number =
-        role_of_warp(warps * channels, position.block, joint.blocks_per_rank, warp_of_block());
+        role_of_warp(warps * channels, position.block, params.blocks_per_rank, warp_of_block());
     if (number < 0) return;
     const int channel = number / warps, role = number % warps - 1;
-    typename J::Fabric fabric(joint.fabric, args.rank);
+    typename L::Fabric fabric(params.fabric, args.rank);
     PendingCounts counts(rank, &progress.notifies(), notify.epoch);
     if (role < 0) {
         DeviceWarp w = warp(Role::NvlSender, channel);
@@ -77,19 +75,19 @@ __device__ __forceinline__ void run_fused_dispatch(const J& joint,
             exchange_counts(rank, progress, w, fabric, notify, channel, channels);
         }
         DeviceWarp w = warp(Role::Receiver, channel);
-        const int share = joint.roles.ranks_per_peer_warp();
+        const int share = params.roles.ranks_per_peer_warp();
         if (counts.wait(w)) receiver(w, fabric, args, channel, role * share, share);
     }
     DeviceWarp w = warp(Role::Launch, 0);
     if (counts.wait(w)) clear_unfilled(w, args, number, warps * channels);
 }
 
-template <class J>
+template <class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    fused_dispatch_kernel(const __grid_constant__ J joint) {
-    const WarpPosition<J> position(joint);
-    run_fused_dispatch(joint, position);
-    end_call(joint, position);
+    fused_dispatch_kernel(const __grid_constant__ L params) {
+    const WarpPosition<L> position(params);
+    run_fused_dispatch(params, position);
+    end_call(params, position);
 }
 
 }  // namespace ep::kernels

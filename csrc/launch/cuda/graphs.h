@@ -3,7 +3,7 @@
 #include <atomic>
 #include <memory>
 
-#include "launch/cuda/stream.h"
+#include "launch/cuda/resource.h"
 
 namespace ep {
 

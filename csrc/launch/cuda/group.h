@@ -13,25 +13,16 @@
 #include "exec/device/device_rank.h"
 #include "fabric/fabric.h"
 #include "launch/cuda/graphs.h"
-#include "launch/cuda/joint.h"
+#include "launch/cuda/launch_params.h"
 #include "launch/cuda/resource.h"
 #include "launch/cuda/side_stream.h"
 
 namespace ep {
 
-// A GPU's number of SMs and compute capability.
-struct CudaDevice {
-    int sms;
-    int major;
-    int minor;
-
-    static CudaDevice of(int device);
-};
-
 // The ranks of a buffer that live in this process, all on one GPU. One launch runs a phase for all
 // of them, with the blocks of all ranks on the GPU at once. Launches only enqueue: aborted() shows
 // a failure, at the latest when the kernels have ended. FabricParams is the kernel parameter with
-// which ranks reach each other (see launch/cuda/joint.h).
+// which ranks reach each other (see launch/cuda/launch_params.h).
 template <class FabricParams>
 class CudaGroup {
     static_assert(FabricParamsLike<FabricParams>);
@@ -50,10 +41,10 @@ class CudaGroup {
     //
     // Launches notify and waits for the totals of each rank, which are zeros if the rank gave up
     // first. Calls `idle` from time to time, which may throw. Throws std::runtime_error if the GPU
-    // fails. ahead: a dispatch to launch before the wait; empty: none.
+    // fails. speculative: a dispatch to launch before the wait; empty: none.
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle,
-                                                const std::vector<DispatchArgs>& ahead = {});
+                                                const std::vector<DispatchArgs>& speculative = {});
     // When the last one had launched notify and the dispatch behind it, and saw the counts.
     const auto& count_times() const { return count_times_; }
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
@@ -111,17 +102,17 @@ class CudaGroup {
     void hear_own();
     template <class F>
     void for_local_ranks(F&& f) const;
-    template <class J, class Args>
-    J joint(const std::vector<Args>& args, int blocks_per_rank) const;
-    // Makes a joint launch of dispatch or combine, whose roles share all SMs of the group.
-    template <class J, class Args>
-    J joint_of_roles(const std::vector<Args>& args) const;
+    template <class L, class Args>
+    L params(const std::vector<Args>& args, int blocks_per_rank) const;
+    // Makes the parameters of a launch of dispatch or combine, whose roles share all SMs of the
+    // group.
+    template <class L, class Args>
+    L params_of_roles(const std::vector<Args>& args) const;
 
     // Bytes of a rank's heap that lie on the GPU.
     size_t bytes_on_gpu() const {
         return FabricParams::kOverHost ? heap_.bytes_without_network() : heap_.bytes();
     }
-    size_t progress_bytes() const { return ranks_.size() * Progress::kWords * sizeof(uint64_t); }
 
     Heap heap_;
     FabricParams fabric_;

@@ -8,7 +8,6 @@
 #include <string>
 
 #include "core/cuda/runtime.h"
-#include "core/notify_args.h"
 #include "launch/cuda/channels.h"
 #include "launch/cuda/fused_dispatch.h"
 #include "launch/cuda/group.h"
@@ -26,28 +25,28 @@ inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
 // Launches a kernel for all ranks. cooperative: because blocks wait for each other, all must be on
 // the GPU at once, or CUDA reports an error. begun: an event to record when all blocks have begun.
-template <class J>
-void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
+template <class L>
+void launch(void (*kernel)(L), const L& params, size_t ranks, CudaStream stream,
             bool cooperative = true, CudaEvent begun = nullptr) {
-    static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
+    static_assert(sizeof(L) <= 32764, "the most that CUDA passes to a kernel");
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeCooperative;
     attributes[0].val.cooperative = cooperative;
     attributes[1].id = cudaLaunchAttributeLaunchCompletionEvent;
     attributes[1].val.launchCompletionEvent.event = static_cast<cudaEvent_t>(begun);
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(joint.blocks_per_rank * ranks));
+    config.gridDim = dim3(static_cast<unsigned>(params.blocks_per_rank * ranks));
     config.blockDim = dim3(kBlockThreads);
     config.dynamicSmemBytes = shared_bytes();
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = attributes;
     config.numAttrs = begun ? 2 : 1;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
+    check_cuda(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 
-template <class J>
-bool any_intra_rank_pass(const J& joint, size_t ranks) {
-    return std::any_of(joint.args, joint.args + ranks,
+template <class L>
+bool any_intra_rank_pass(const L& params, size_t ranks) {
+    return std::any_of(params.args, params.args + ranks,
                        [](const auto& args) { return has_intra_rank_pass(args); });
 }
 
@@ -55,10 +54,10 @@ inline int max_self_warps(const DispatchArgs&) { return 1; }
 inline int max_self_warps(const CombineArgs& args) { return args.max_receivers(); }
 
 // Returns the launch spread over `sms` SMs in all, for kernels whose blocks wait for no others.
-template <class J>
-J spread(J joint, size_t ranks, int sms) {
-    joint.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(ranks));
-    return joint;
+template <class L>
+L spread(L params, size_t ranks, int sms) {
+    params.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(ranks));
+    return params;
 }
 
 }  // namespace
@@ -68,7 +67,7 @@ J spread(J joint, size_t ranks, int sms) {
 template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
     static void load_kernels();
-    static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
+    static void run(const CombineParams<P, kRanks>& params, size_t ranks, DType dtype,
                     CudaStream stream, const SideStream& side_stream);
 };
 
@@ -123,29 +122,24 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     abort_stream_ = side_stream(device_);
     std::vector<uint64_t*> words;
     for (ControlBlock* block : reachable_) words.push_back(&block->abort);
-    const size_t words_bytes = words.size() * sizeof(uint64_t*);
-    abort_words_ = as_array<uint64_t*>(device_memory(device_, words_bytes));
-    check_cuda(cudaMemcpy(abort_words_.get(), words.data(), words_bytes, cudaMemcpyHostToDevice),
+    abort_words_ = device_array<uint64_t*>(device_, words.size());
+    check_cuda(cudaMemcpy(abort_words_.get(), words.data(), words.size() * sizeof(uint64_t*),
+                          cudaMemcpyHostToDevice),
                "cudaMemcpy");
-    progress_ = as_array<uint64_t>(device_memory(device_, progress_bytes()));
-    totals_ =
-        as_array<Layout::Totals>(pinned_memory(device_, ranks_.size() * sizeof(Layout::Totals)));
+    progress_ = device_array<uint64_t>(device_, ranks_.size() * Progress::kWords);
+    totals_ = pinned_array<Layout::Totals>(device_, ranks_.size());
     std::fill_n(totals_.get(), ranks_.size(), Layout::Totals{});
-    check_cuda(
-        cudaHostGetDevicePointer(reinterpret_cast<void**>(&totals_on_gpu_), totals_.get(), 0),
-        "cudaHostGetDevicePointer");
+    totals_on_gpu_ = on_gpu(totals_.get());
     if constexpr (P::kOverHost) {
         reports_ = fabric_.report;
     } else {
-        own_reports_ =
-            as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
+        own_reports_ = pinned_array<ControlBlock>(device_, ranks_.size());
         reports_ = own_reports_.get();
     }
-    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_, 0),
-               "cudaHostGetDevicePointer");
-    reason_source_ = as_array<Reason>(pinned_memory(device_, sizeof(Reason)));
-    abort_source_ = as_array<uint32_t>(pinned_memory(device_, sizeof(uint32_t)));
-    heard_ = as_array<uint64_t>(pinned_memory(device_, reachable_.size() * sizeof(uint64_t)));
+    reports_on_gpu_ = on_gpu(reports_);
+    reason_source_ = pinned_array<Reason>(device_, 1);
+    abort_source_ = pinned_array<uint32_t>(device_, 1);
+    heard_ = pinned_array<uint64_t>(device_, reachable_.size());
     reset();
 }
 
@@ -162,39 +156,39 @@ void CudaGroup<P>::for_local_ranks(F&& f) const {
 template <class P>
 void CudaGroup<P>::load_kernels() const {
     for_local_ranks([&]<int kRanks>() {
-        using Dispatch = DispatchJoint<P, kRanks>;
-        load(kernels::notify_kernel<NotifyJoint<P, kRanks>>);
+        using Dispatch = DispatchParams<P, kRanks>;
+        load(kernels::notify_kernel<NotifyParams<P, kRanks>>);
         load(kernels::dispatch_kernel<Dispatch>);
         load(kernels::own_rows_kernel<Dispatch>);
         load(kernels::intra_rank_permute_kernel<Dispatch>);
         if constexpr (P::kMergesNotify)
-            load(kernels::fused_dispatch_kernel<FusedDispatchJoint<P, kRanks>>);
+            load(kernels::fused_dispatch_kernel<FusedDispatchParams<P, kRanks>>);
         CombineLaunch<P, kRanks, false>::load_kernels();
         CombineLaunch<P, kRanks, true>::load_kernels();
     });
 }
 
 template <class P>
-template <class J, class Args>
-J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const {
-    J joint{};
-    joint.fabric = fabric_;
-    joint.blocks_per_rank = blocks_per_rank;
+template <class L, class Args>
+L CudaGroup<P>::params(const std::vector<Args>& args, int blocks_per_rank) const {
+    L params{};
+    params.fabric = fabric_;
+    params.blocks_per_rank = blocks_per_rank;
     for (size_t i = 0; i < args.size(); ++i) {
-        joint.args[i] = args[i];
-        joint.progress[i] = {progress_.get() + i * Progress::kWords};
-        joint.ranks[i] = device_rank(i);
+        params.args[i] = args[i];
+        params.progress[i] = {progress_.get() + i * Progress::kWords};
+        params.ranks[i] = device_rank(i);
     }
-    return joint;
+    return params;
 }
 
 template <class P>
-template <class J, class Args>
-J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
-    using Roles = decltype(J::roles);
+template <class L, class Args>
+L CudaGroup<P>::params_of_roles(const std::vector<Args>& args) const {
+    using Roles = decltype(L::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
     const Roles roles = roles_for<Roles>(heap_.topology, warps, max_self_warps(args.front()));
-    J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
+    L all = params<L>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
     all.ends_call = true;
     return all;
@@ -205,16 +199,15 @@ void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream
     const DeviceGuard guard(device_);
     const int blocks = notify_blocks(heap_.channels, num_exchange_roles(heap_), sms_);
     for_local_ranks([&]<int kRanks>() {
-        using J = NotifyJoint<P, kRanks>;
-        launch(kernels::notify_kernel<J>, joint<J>(args, blocks), args.size(), stream);
+        using L = NotifyParams<P, kRanks>;
+        launch(kernels::notify_kernel<L>, params<L>(args, blocks), args.size(), stream);
     });
 }
 
 template <class P>
-std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs> args,
-                                                          CudaStream stream,
-                                                          const std::function<void()>& idle,
-                                                          const std::vector<DispatchArgs>& ahead) {
+std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
+    std::vector<NotifyArgs> args, CudaStream stream, const std::function<void()>& idle,
+    const std::vector<DispatchArgs>& speculative) {
     const DeviceGuard guard(device_);
     ++ticket_;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -223,16 +216,16 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
     }
     notify(args, stream);
     count_times_[0] = std::chrono::steady_clock::now();
-    if (!ahead.empty()) dispatch(ahead, stream);
+    if (!speculative.empty()) dispatch(speculative, stream);
     count_times_[1] = std::chrono::steady_clock::now();
-    auto has_told = [&](size_t rank) {
+    auto has_reported = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
                ticket_;
     };
     // The kernel's waits are bounded: it writes the totals, aborts, or the stream shows its end.
     bool ended = false;
     for (size_t rank = 0, polls = 0; rank < args.size() && !ended;) {
-        if (has_told(rank)) {
+        if (has_reported(rank)) {
             ++rank;
             continue;
         }
@@ -246,8 +239,8 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
     count_times_[2] = std::chrono::steady_clock::now();
     std::vector<Layout::Totals> totals(args.size());
     for (size_t rank = 0; rank < args.size(); ++rank) {
-        if (has_told(rank)) totals[rank] = totals_[rank];
-        if (!has_told(rank) && !aborted())
+        if (has_reported(rank)) totals[rank] = totals_[rank];
+        if (!has_reported(rank) && !aborted())
             throw std::runtime_error("notify ended and told no counts");
     }
     return totals;
@@ -257,20 +250,20 @@ template <class P>
 void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
     for_local_ranks([&]<int kRanks>() {
-        using J = DispatchJoint<P, kRanks>;
-        const J all = joint_of_roles<J>(args);
+        using L = DispatchParams<P, kRanks>;
+        const L all = params_of_roles<L>(args);
         const size_t ranks = args.size();
         if (!any_intra_rank_pass(all, ranks))
-            return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
-        J exchange = all;
+            return launch(kernels::dispatch_kernel<L>, all, ranks, stream);
+        L exchange = all;
         exchange.ends_call = false;
         const CudaStream side = side_stream_.fork(stream);
         // The exchange takes longest, so it is launched first.
-        launch(kernels::dispatch_kernel<J>, exchange, ranks, stream);
-        launch(kernels::own_rows_kernel<J>, spread(all, ranks, side_stream_.sms), ranks, side,
+        launch(kernels::dispatch_kernel<L>, exchange, ranks, stream);
+        launch(kernels::own_rows_kernel<L>, spread(all, ranks, side_stream_.sms), ranks, side,
                false);
         side_stream_.join(stream);
-        launch(kernels::intra_rank_permute_kernel<J>, spread(all, ranks, side_stream_.all_sms),
+        launch(kernels::intra_rank_permute_kernel<L>, spread(all, ranks, side_stream_.all_sms),
                ranks, stream, false);
     });
 }
@@ -285,8 +278,8 @@ void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, Cu
             std::none_of(args.begin(), args.end(), passes)) {
             const DeviceGuard guard(device_);
             return for_local_ranks([&]<int kRanks>() {
-                using J = FusedDispatchJoint<P, kRanks>;
-                launch(kernels::fused_dispatch_kernel<J>, joint_of_roles<J>(args), args.size(),
+                using L = FusedDispatchParams<P, kRanks>;
+                launch(kernels::fused_dispatch_kernel<L>, params_of_roles<L>(args), args.size(),
                        stream);
             });
         }
@@ -299,7 +292,7 @@ template <class P>
 void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
     const DeviceGuard guard(device_);
     for_local_ranks([&]<int kRanks>() {
-        auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
+        auto all = params_of_roles<CombineParams<P, kRanks>>(args);
         for (CombineArgs& a : all.args) a.sum_warps = sum_warps(heap_.topology);
         const auto run = args.front().is_weighted ? CombineLaunch<P, kRanks, true>::run
                                                   : CombineLaunch<P, kRanks, false>::run;
@@ -321,7 +314,6 @@ template <class P>
 void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(abort_mutex_);
-    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     hear(reachable_);
     if (!has_reason_) {
         has_reason_ = true;
@@ -329,24 +321,20 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
         source.bytes = std::min(reason.size(), Reason::kMaxBytes);
         std::memcpy(source.text, reason.data(), source.bytes);
         if (P::kOverHost) {  // SoftwareNic sends the report to the other machines
-            Reason& told = reports_[0].reason;
-            std::memcpy(told.text, source.text, source.bytes);
-            std::atomic_ref<uint64_t>(told.bytes).store(source.bytes, std::memory_order_release);
+            Reason& report = reports_[0].reason;
+            std::memcpy(report.text, source.text, source.bytes);
+            std::atomic_ref<uint64_t>(report.bytes).store(source.bytes, std::memory_order_release);
         }
-        check_cuda(cudaMemcpyAsync(&device_rank(0).control->reason, &source, sizeof(Reason),
-                                   cudaMemcpyDefault, stream),
-                   "cudaMemcpyAsync");
+        copy_async(&device_rank(0).control->reason, &source, sizeof(Reason), abort_stream_.get());
     }
     abort_source_[0] = static_cast<uint32_t>(ControlBlock::abort_word(outcome, ranks_.front()));
     for (size_t i = 0; i < reachable_.size(); ++i) {
         if (heard_[i]) continue;  // the first reason stays: a later one may be but its consequence
         // This sets the upper half: a kernel may set the lower half until then.
-        check_cuda(
-            cudaMemcpyAsync(reinterpret_cast<uint32_t*>(&reachable_[i]->abort) + 1,
-                            abort_source_.get(), sizeof(uint32_t), cudaMemcpyDefault, stream),
-            "cudaMemcpyAsync");
+        copy_async(reinterpret_cast<uint32_t*>(&reachable_[i]->abort) + 1, abort_source_.get(),
+                   sizeof(uint32_t), abort_stream_.get());
     }
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    synchronize(abort_stream_.get());
     hear_own();
 }
 
@@ -360,13 +348,9 @@ void CudaGroup<P>::listen() {
 // Copies the abort words of control blocks to heard_.
 template <class P>
 void CudaGroup<P>::hear(const std::vector<ControlBlock*>& blocks) {
-    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
-    for (size_t i = 0; i < blocks.size(); ++i) {
-        check_cuda(cudaMemcpyAsync(heard_.get() + i, &blocks[i]->abort, sizeof(uint64_t),
-                                   cudaMemcpyDefault, stream),
-                   "cudaMemcpyAsync");
-    }
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    for (size_t i = 0; i < blocks.size(); ++i)
+        copy_async(heard_.get() + i, &blocks[i]->abort, sizeof(uint64_t), abort_stream_.get());
+    synchronize(abort_stream_.get());
 }
 
 template <class P>
@@ -384,7 +368,7 @@ void CudaGroup<P>::hear_own() {
 template <class P>
 void CudaGroup<P>::retire() {
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
     const uint64_t word = ControlBlock::abort_word(Outcome::Failed, ranks_.front());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         check_cuda(
@@ -396,16 +380,13 @@ void CudaGroup<P>::retire() {
 template <class P>
 std::pair<std::vector<uint64_t>, std::vector<uint64_t>> CudaGroup<P>::waited(size_t index) const {
     const DeviceGuard guard(device_);
-    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     const size_t world = heap_.topology.world();
     std::vector<uint64_t> all(world), last(world);
     for (const auto& [to, offset] :
-         {std::pair(&all, heap_.waited()), std::pair(&last, heap_.waited_before())}) {
-        check_cuda(cudaMemcpyAsync(to->data(), own_heaps_[index] + offset, world * sizeof(uint64_t),
-                                   cudaMemcpyDefault, stream),
-                   "cudaMemcpyAsync");
-    }
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+         {std::pair(&all, heap_.waited()), std::pair(&last, heap_.waited_before())})
+        copy_async(to->data(), own_heaps_[index] + offset, world * sizeof(uint64_t),
+                   abort_stream_.get());
+    synchronize(abort_stream_.get());
     for (size_t rank = 0; rank < world; ++rank) last[rank] = all[rank] - last[rank];
     return {last, all};
 }
@@ -413,14 +394,10 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> CudaGroup<P>::waited(siz
 template <class P>
 std::vector<ControlBlock> CudaGroup<P>::control_blocks() const {
     const DeviceGuard guard(device_);
-    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     std::vector<ControlBlock> blocks(reachable_.size());
-    for (size_t i = 0; i < blocks.size(); ++i) {
-        check_cuda(cudaMemcpyAsync(&blocks[i], reachable_[i], sizeof(ControlBlock),
-                                   cudaMemcpyDefault, stream),
-                   "cudaMemcpyAsync");
-    }
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    for (size_t i = 0; i < blocks.size(); ++i)
+        copy_async(&blocks[i], reachable_[i], sizeof(ControlBlock), abort_stream_.get());
+    synchronize(abort_stream_.get());
     return blocks;
 }
 
@@ -433,11 +410,12 @@ void CudaGroup<P>::drain() const {
 template <class P>
 void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
     // Calls are numbered from 1 again, so rows of earlier calls must not stay in the rings.
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, bytes_on_gpu()), "cudaMemset");
-    check_cuda(cudaMemset(progress_.get(), 0, progress_bytes()), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    check_cuda(cudaMemset(progress_.get(), 0, ranks_.size() * Progress::kWords * sizeof(uint64_t)),
+               "cudaMemset");
+    synchronize_device();
     fabric_.reset_signals(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
     has_reason_ = false;

@@ -47,8 +47,8 @@ void launch(void (*kernel)(LowLatencyLaunch<P, Args>), bool early, const CudaGro
     config.attrs = &attribute;
     config.numAttrs = early;
     for (size_t i = 0; i < args.size(); ++i) {
-        const LowLatencyLaunch<P, Args> joint{fabric, args[i], group.device_rank(i)};
-        check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
+        const LowLatencyLaunch<P, Args> params{fabric, args[i], group.device_rank(i)};
+        check_cuda(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
     }
 }
 
@@ -121,7 +121,7 @@ template <class P>
 void CudaLowLatency<P>::reset() {
     const DeviceGuard guard(group_.device());
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.bytes()), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
     fabric_.reset_signals(group_.ranks().front(), group_.timeout_ns());
 }
 

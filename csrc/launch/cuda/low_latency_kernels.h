@@ -29,14 +29,14 @@ using LowLatencyCombineLaunch = LowLatencyLaunch<P, LowLatencyCombineArgs>;
 namespace kernels {
 
 // Numbers the warps so that neighbours are on different SMs: then few rows use all SMs.
-__device__ __forceinline__ Team team_of_grid() {
+EP_FN Team team_of_grid() {
     return {static_cast<int>(warp_of_block() * gridDim.x + blockIdx.x),
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
 // Fills an aborted call's outputs with Outputs::kPoison, which cannot pass for data.
 template <class Args>
-__device__ __forceinline__ void poison(const Args& args) {
+EP_FN void poison(const Args& args) {
     for (const Outputs::Part& part : outputs_of(args).parts)
         rows::fill<Outputs::kPoison>(part.data, part.bytes);
 }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void poison(const Args& args) {
 // In a launch that writes the call's outputs every warp arrives, however its share has ended: so
 // the last one knows that no other warp writes any more.
 template <LowLatencyLaunches kLaunches, bool kLines, class L, class Share>
-__device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& share) {
+EP_FN void run_launch(const L& launch, Role role, Share&& share) {
     constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
     constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
     constexpr LowLatencyKind kKind = L::Args::kKind;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
     if constexpr (Architecture::kHasEarlyLaunches) {
         DeviceWarp::begin_block();
-        ptx::wait_for_launch_before();
+        ptx::wait_for_previous_launch();
     }
     Fabric fabric(launch.fabric, launch.rank.rank);
     const LowLatencyHeap& heap = launch.args.heap;

@@ -58,10 +58,6 @@ MappedPages::MappedPages(char* begin, size_t bytes, Of what) : begin_(begin), by
 
 MappedPages::~MappedPages() { cudaHostUnregister(begin_); }
 
-char* MappedPages::place_of(char* address) const {
-    void* there = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&there, begin_, 0), "cudaHostGetDevicePointer");
-    return static_cast<char*>(there) + (address - begin_);
-}
+char* MappedPages::place_of(char* address) const { return ep::on_gpu(begin_) + (address - begin_); }
 
 }  // namespace ep

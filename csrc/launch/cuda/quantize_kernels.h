@@ -1,9 +1,10 @@
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "core/float8.h"
-#include "exec/device/formats.h"
+#include "exec/device/quantize.h"
 #include "exec/device/sums.h"
 #include "launch/cuda/quantize.h"
 
@@ -12,99 +13,91 @@ namespace ep {
 constexpr int kQuantizeThreads = 256;
 constexpr int kQuantizeElements = 4;  // elements per lane: 32 lanes have a block
 
-// In both kernels a warp handles one block of a row. wide: rows are aligned so that a lane can
-// access its elements, then adjacent, at once.
-template <class T, bool wide>
-__global__ void __launch_bounds__(kQuantizeThreads)
-    quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
-    const int lane = rows::lane_id();
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * (kQuantizeThreads / 32);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads / 32) + threadIdx.x / 32;
-         i < args.rows * blocks_per_row; i += warps) {
-        const int block = static_cast<int>(i % blocks_per_row);
-        const int64_t first = i / blocks_per_row * args.hidden + block * kScaleBlock;
-        const int left = args.hidden - block * kScaleBlock;
-        auto index = [&](int e) { return wide ? kQuantizeElements * lane + e : lane + 32 * e; };
-        const T* x = static_cast<const T*>(args.x) + first;
-        struct alignas(sizeof(T) * kQuantizeElements) Wide {
-            T values[kQuantizeElements];
-        } in{};
-        if constexpr (wide) {
-            if (index(0) < left) in = *reinterpret_cast<const Wide*>(x + index(0));
-        } else {
+// A lane's elements of a block: adjacent if `wide`, which takes rows that are aligned to them.
+template <class T>
+struct alignas(sizeof(T) * kQuantizeElements) Quad {
+    T values[kQuantizeElements];
+};
+template <bool wide>
+EP_FN int own_element(int e) {
+    return wide ? kQuantizeElements * rows::lane_id() + e : rows::lane_id() + 32 * e;
+}
+template <bool wide, class T>
+EP_FN Quad<T> load_own(const T* block, int left) {
+    Quad<T> own{};
+    if constexpr (wide) {
+        const int first = own_element<wide>(0);
+        if (first < left) own = *reinterpret_cast<const Quad<T>*>(block + first);
+    } else {
 #pragma unroll
-            for (int e = 0; e < kQuantizeElements; ++e) {
-                if (index(e) < left) in.values[e] = x[index(e)];
-            }
+        for (int e = 0; e < kQuantizeElements; ++e) {
+            if (own_element<wide>(e) < left) own.values[e] = block[own_element<wide>(e)];
         }
-        float largest = 0;
+    }
+    return own;
+}
+template <bool wide, class T>
+EP_FN void store_own(T* block, int left, const Quad<T>& own) {
+    if constexpr (wide) {
+        const int first = own_element<wide>(0);
+        if (first < left) *reinterpret_cast<Quad<T>*>(block + first) = own;
+    } else {
 #pragma unroll
-        for (int e = 0; e < kQuantizeElements; ++e)
-            largest = ptx::max_nan(largest, fabsf(rows::widen(in.values[e])));
-#pragma unroll
-        for (int distance = 16; distance; distance /= 2) {
-            largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
+        for (int e = 0; e < kQuantizeElements; ++e) {
+            if (own_element<wide>(e) < left) block[own_element<wide>(e)] = own.values[e];
         }
-        const float scale = scale_of(largest, ScaleFormat::Fp32);
-        if (lane == 0) args.scales[i] = scale;
-        auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
-        const uint32_t out = rows::pack_e4m3(divided(0), divided(1)) |
-                             static_cast<uint32_t>(rows::pack_e4m3(divided(2), divided(3))) << 16;
-        if constexpr (wide) {
-            if (index(0) < left) *reinterpret_cast<uint32_t*>(args.values + first + index(0)) = out;
-        } else {
-#pragma unroll
-            for (int e = 0; e < kQuantizeElements; ++e) {
-                if (index(e) < left)
-                    args.values[first + index(e)] = static_cast<uint8_t>(out >> 8 * e);
-            }
-        }
+    }
+}
+
+// Calls f(number, first, left) for the warp's blocks: a block begins with element `first`, and its
+// row has `left` elements from there on.
+template <class F>
+EP_FN void for_own_blocks(int64_t rows, int hidden, int blocks_per_row, F&& f) {
+    constexpr int kWarps = kQuantizeThreads / 32;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+         i < rows * blocks_per_row; i += static_cast<int64_t>(gridDim.x) * kWarps) {
+        const int before = static_cast<int>(i % blocks_per_row) * kScaleBlock;
+        f(i, i / blocks_per_row * hidden + before, hidden - before);
     }
 }
 
 template <class T, bool wide>
 __global__ void __launch_bounds__(kQuantizeThreads)
-    dequantize_kernel(const DequantizeArgs args, int blocks_per_row) {
-    const int lane = rows::lane_id();
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * (kQuantizeThreads / 32);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads / 32) + threadIdx.x / 32;
-         i < args.rows * blocks_per_row; i += warps) {
-        const int block = static_cast<int>(i % blocks_per_row);
-        const int64_t first = i / blocks_per_row * args.hidden + block * kScaleBlock;
-        const int left = args.hidden - block * kScaleBlock;
-        auto index = [&](int e) { return wide ? kQuantizeElements * lane + e : lane + 32 * e; };
-        const float scale = args.scales[i];
-        uint32_t in = 0;
-        if constexpr (wide) {
-            if (index(0) < left)
-                in = *reinterpret_cast<const uint32_t*>(args.values + first + index(0));
-        } else {
+    quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
+    for_own_blocks(args.rows, args.hidden, blocks_per_row, [&](int64_t i, int64_t first, int left) {
+        const Quad<T> in = load_own<wide>(static_cast<const T*>(args.x) + first, left);
+        float largest = 0;
 #pragma unroll
-            for (int e = 0; e < kQuantizeElements; ++e) {
-                if (index(e) < left)
-                    in |= static_cast<uint32_t>(args.values[first + index(e)]) << 8 * e;
-            }
-        }
+        for (int e = 0; e < kQuantizeElements; ++e)
+            largest = ptx::max_nan(largest, fabsf(rows::widen(in.values[e])));
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2)
+            largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
+        const float scale = scale_of(largest, ScaleFormat::Fp32);
+        if (rows::lane_id() == 0) args.scales[i] = scale;
+        auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
+        const uint32_t out = rows::pack_e4m3(divided(0), divided(1)) |
+                             static_cast<uint32_t>(rows::pack_e4m3(divided(2), divided(3))) << 16;
+        store_own<wide>(args.values + first, left, std::bit_cast<Quad<uint8_t>>(out));
+    });
+}
+
+template <class T, bool wide>
+__global__ void __launch_bounds__(kQuantizeThreads)
+    dequantize_kernel(const DequantizeArgs args, int blocks_per_row) {
+    for_own_blocks(args.rows, args.hidden, blocks_per_row, [&](int64_t i, int64_t first, int left) {
+        const float scale = args.scales[i];
+        const auto in = std::bit_cast<uint32_t>(load_own<wide>(args.values + first, left));
         const uint32_t halves[] = {rows::unpack_e4m3(static_cast<uint16_t>(in)),
                                    rows::unpack_e4m3(static_cast<uint16_t>(in >> 16))};
-        struct alignas(sizeof(T) * kQuantizeElements) Wide {
-            T values[kQuantizeElements];
-        } out;
+        Quad<T> out;
 #pragma unroll
         for (int e = 0; e < kQuantizeElements; ++e) {
             const auto half = static_cast<uint16_t>(halves[e / 2] >> 16 * (e % 2));
             rows::narrow(__fmul_rn(ptx::widen_fp16(half), scale), out.values[e]);
         }
-        T* to = static_cast<T*>(args.out) + first;
-        if constexpr (wide) {
-            if (index(0) < left) *reinterpret_cast<Wide*>(to + index(0)) = out;
-        } else {
-#pragma unroll
-            for (int e = 0; e < kQuantizeElements; ++e) {
-                if (index(e) < left) to[index(e)] = out.values[e];
-            }
-        }
-    }
+        store_own<wide>(static_cast<T*>(args.out) + first, left, out);
+    });
 }
 
 }  // namespace ep

@@ -38,4 +38,15 @@ Resource<void> event(int device) {
     return {event, {device, [](void* it) { cudaEventDestroy(static_cast<cudaEvent_t>(it)); }}};
 }
 
+CudaDevice CudaDevice::of(int device) {
+    CudaDevice gpu{};
+    auto read = [device](int* value, cudaDeviceAttr attribute) {
+        check_cuda(cudaDeviceGetAttribute(value, attribute, device), "cudaDeviceGetAttribute");
+    };
+    read(&gpu.sms, cudaDevAttrMultiProcessorCount);
+    read(&gpu.major, cudaDevAttrComputeCapabilityMajor);
+    read(&gpu.minor, cudaDevAttrComputeCapabilityMinor);
+    return gpu;
+}
+
 }  // namespace ep

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "launch/cuda/resource.h"
-#include "launch/cuda/stream.h"
 
 namespace ep {
 

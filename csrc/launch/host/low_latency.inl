@@ -7,7 +7,13 @@
 
 namespace ep {
 
-// Runs body(warp, fabric, args, team) on every warp of every rank.
+// Calls f.operator()<value>().
+template <class F>
+void with_bool(bool value, F&& f) {
+    value ? f.template operator()<true>() : f.template operator()<false>();
+}
+
+// Runs body.operator()<kLines>(warp, call, team) on every warp of every rank.
 template <class Warp, class Args, class Body>
 void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
@@ -26,10 +32,16 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
         if (!receive) state.note_sends(Args::kMode, args[i]);
         for (int number = 0; number < warps_; ++number) {
             tasks[i].push_back(
-                {&state, [&state, role, number, body, this, i, &args](Executor& executor) {
+                {&state, [&state, role, receive, number, body, this, i, &args](Executor& executor) {
                      Warp warp(executor, state, role, number);
                      std::visit(
-                         [&](auto& fabric) { body(warp, fabric, args[i], Team{number, warps_}); },
+                         [&](auto& fabric) {
+                             const auto call =
+                                 receive ? begun_call(fabric, args[i]) : next_call(fabric, args[i]);
+                             with_bool(args[i].by_lines(), [&]<bool kLines>() {
+                                 body.template operator()<kLines>(warp, call, Team{number, warps_});
+                             });
+                         },
                          fabrics_[i]);
                  }});
         }
@@ -55,22 +67,13 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
     }
 }
 
-// Calls f.operator()<value>().
-template <class F>
-void with_bool(bool value, F&& f) {
-    value ? f.template operator()<true>() : f.template operator()<false>();
-}
-
 template <class Warp>
 void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
                                    const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencySender, false, args, interrupted,
-                 [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                     with_bool(a.heap.lines, [&]<bool kLines>() {
-                         with_bool(a.quantize != ScaleFormat::None, [&]<bool kQuantize>() {
-                             low_latency_dispatch_send<kQuantize, kLines>(
-                                 warp, next_call(fabric, a), team);
-                         });
+                 []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
+                     with_bool(call.args.quantize != ScaleFormat::None, [&]<bool kQuantize>() {
+                         low_latency_dispatch_send<kQuantize, kLines>(warp, call, team);
                      });
                  });
 }
@@ -79,10 +82,8 @@ template <class Warp>
 void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>& args,
                                       const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
-                 [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                     with_bool(a.heap.lines, [&]<bool kLines>() {
-                         low_latency_dispatch_receive<kLines>(warp, begun_call(fabric, a), team);
-                     });
+                 []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
+                     low_latency_dispatch_receive<kLines>(warp, call, team);
                  });
 }
 
@@ -91,10 +92,8 @@ void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args
                                   const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineSender, false, args, interrupted,
-                     [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                         with_bool(a.by_lines(), [&]<bool kLines>() {
-                             low_latency_combine_send<T, kLines>(warp, next_call(fabric, a), team);
-                         });
+                     []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
+                         low_latency_combine_send<T, kLines>(warp, call, team);
                      });
     });
 }
@@ -104,11 +103,8 @@ void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& a
                                      const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineReceiver, true, args, interrupted,
-                     [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                         with_bool(a.by_lines(), [&]<bool kLines>() {
-                             low_latency_combine_receive<T, kLines>(warp, begun_call(fabric, a),
-                                                                    team);
-                         });
+                     []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
+                         low_latency_combine_receive<T, kLines>(warp, call, team);
                      });
     });
 }

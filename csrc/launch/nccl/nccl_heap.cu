@@ -258,7 +258,7 @@ NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int ran
             ", who load and store each other's memory, is ranks " + std::to_string(first_of_team) +
             " to " + std::to_string(first_of_team + comm.lsaSize - 1));
     }
-    const auto heaps = as_array<char*>(device_memory(device, sizeof(fabric_.node)));
+    const auto heaps = device_array<char*>(device, kMaxNodeRanks);
     find_heaps<<<1, kMaxNodeRanks>>>(fabric_.window, first - first_of_team, topology.ranks_per_node,
                                      heaps.get());
     check_cuda(cudaGetLastError(), "kernel launch");
@@ -266,7 +266,7 @@ NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int ran
                           cudaMemcpyDeviceToHost),
                "cudaMemcpy");
     check_cuda(cudaMemset(fabric_.node[topology.local_of(rank)], 0, needs.bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
 }
 
 void NcclHeap::Keep::operator()(Connection* connection) const { all_kept().push_back(connection); }

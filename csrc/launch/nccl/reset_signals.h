@@ -8,18 +8,18 @@ namespace ep {
 
 // Returns the signal that carries the total sent to a flag, plus 1: so 0 means that the total has
 // not arrived, also for a flag to which nothing was sent.
-__device__ __forceinline__ uint32_t total_of(const NetworkFlags& flags, size_t number) {
+EP_FN uint32_t total_of(const NetworkFlags& flags, size_t number) {
     return static_cast<uint32_t>(flags.count() + number);
 }
 
 // Whether the flag's writer is on this rank's node, where no signals are used.
-__device__ __forceinline__ bool is_unused(const NcclFabricParams& params, int rank, size_t number) {
+EP_FN bool is_unused(const NcclFabricParams& params, int rank, size_t number) {
     const int writer = params.rank_of(params.flags.writer(number), rank);
     return params.topology.node_of(writer) == params.topology.node_of(rank);
 }
 
 // Sends the other ranks the totals that this one has sent to each of their flags. Run by one warp.
-__device__ __forceinline__ void send_totals(const NcclFabricParams& params, int rank) {
+EP_FN void send_totals(const NcclFabricParams& params, int rank) {
     const NetworkFlags& flags = params.flags;
     for (size_t number = 0; number < flags.count(); ++number) {
         if (is_unused(params, rank, number)) continue;
@@ -31,8 +31,7 @@ __device__ __forceinline__ void send_totals(const NcclFabricParams& params, int 
 }
 
 // Whether all that its writer has sent to a flag of this rank has arrived. Run by one lane.
-__device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, int rank,
-                                            size_t number) {
+EP_FN bool has_arrived(const NcclFabricParams& params, int rank, size_t number) {
     const ncclGin gin = gin_of(params.comm, params.flags.channel(number, rank));
     const uint64_t total = gin.readSignal(total_of(params.flags, number));
     return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;

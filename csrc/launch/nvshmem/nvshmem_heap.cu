@@ -161,7 +161,7 @@ std::unique_ptr<NvshmemHeap> NvshmemHeap::reuse(int number, int device) {
 
 void NvshmemHeap::clear(const Memory& memory) {
     check_cuda(cudaMemset(memory.data, 0, memory.bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
 }
 
 std::vector<int> NvshmemHeap::left() {
@@ -198,7 +198,7 @@ NvshmemHeap::~NvshmemHeap() {
 NvshmemTransport NvshmemHeap::transport(const Topology& topology) const {
     const DeviceGuard guard(device_used);
     NvshmemTransport transport{};
-    const auto ibgda = as_array<bool>(device_memory(device_used, sizeof(bool)));
+    const auto ibgda = device_array<bool>(device_used, 1);
     read_ibgda<<<1, 1>>>(ibgda.get());
     check_cuda(cudaGetLastError(), "kernel launch");
     check_cuda(cudaMemcpy(&transport.ibgda, ibgda.get(), sizeof(bool), cudaMemcpyDeviceToHost),

@@ -16,9 +16,7 @@ namespace {
 // Returns the address of pinned memory, which must be the same on the GPU and the host.
 template <class T>
 T* mapped(T* pinned) {
-    void* address = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&address, pinned, 0), "cudaHostGetDevicePointer");
-    if (address != pinned)
+    if (on_gpu(pinned) != pinned)
         throw std::runtime_error(
             "this GPU has pinned memory of the host at other addresses than the host: the tcp "
             "fabric needs unified addressing");
@@ -27,8 +25,7 @@ T* mapped(T* pinned) {
 
 }  // namespace
 
-PinnedReport::PinnedReport(int device)
-    : memory_(as_array<ControlBlock>(pinned_memory(device, sizeof(ControlBlock)))) {
+PinnedReport::PinnedReport(int device) : memory_(pinned_array<ControlBlock>(device, 1)) {
     std::memset(static_cast<void*>(memory_.get()), 0, sizeof(ControlBlock));
 }
 
@@ -37,10 +34,9 @@ QueueHeap::QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topolog
     : nic_(nic), device_(device) {
     const DeviceGuard guard(device);
     const size_t count = SendQueues::count(topology.world(), channels);
-    network_ = as_array<char>(pinned_memory(device, bytes));
-    queues_ = as_array<char>(pinned_memory(device, SendQueues::bytes(count, SoftwareNic::kDepth)));
-    producers_ =
-        as_array<SendQueue::Producer>(device_memory(device, count * sizeof(SendQueue::Producer)));
+    network_ = pinned_array<char>(device, bytes);
+    queues_ = pinned_array<char>(device, SendQueues::bytes(count, SoftwareNic::kDepth));
+    producers_ = device_array<SendQueue::Producer>(device, count);
     params_.topology = topology;
     params_.network = mapped(network_.get());
     params_.network_begin = begin;
@@ -77,12 +73,11 @@ void QueueFabricParams::reset_signals(int, uint64_t) const {
     std::memset(network, 0, network_bytes);
     check_cuda(cudaMemset(queues.producers, 0, queues.count() * sizeof(SendQueue::Producer)),
                "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    synchronize_device();
 }
 
 CardsOfGpu::CardsOfGpu(int device, size_t count)
-    : device_(device),
-      memory_(as_array<CardQueue>(device_memory(device, count * sizeof(CardQueue)))) {
+    : device_(device), memory_(device_array<CardQueue>(device, count)) {
     check_cuda(cudaMemset(memory_.get(), 0, count * sizeof(CardQueue)), "cudaMemset");
 }
 
@@ -99,7 +94,7 @@ void CardsOfGpu::reach(verbs::DirectPair& pair, CardQueue& card) {
     reach_ring(card.bell, 1, MappedPages::Of::Registers);
 }
 
-void CardsOfGpu::tell(const std::vector<CardQueue>& cards) {
+void CardsOfGpu::upload(const std::vector<CardQueue>& cards) {
     const DeviceGuard guard(device_);
     check_cuda(cudaMemcpy(memory_.get(), cards.data(), cards.size() * sizeof(CardQueue),
                           cudaMemcpyHostToDevice),

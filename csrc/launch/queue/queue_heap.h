@@ -31,7 +31,7 @@ class CardsOfGpu : public GpuOfCards {
 
     CardQueue* cards() override { return memory_.get(); }
     void reach(verbs::DirectPair& pair, CardQueue& card) override;
-    void tell(const std::vector<CardQueue>& cards) override;
+    void upload(const std::vector<CardQueue>& cards) override;
 
   private:
     int device_;

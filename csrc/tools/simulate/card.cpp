@@ -34,13 +34,12 @@ void VirtualCards::take(VirtualFiber& fiber, const Message& message) {
     if (queue_pair.size() == 1) card.turns.push_back(takes_turns ? message.queue_pair : 0);
     if (card.is_busy) return;
     card.is_busy = true;
-    cluster_.clock.at(
-        fiber.time + cluster_.machine.card_doorbell,
-        [](void* card, uint64_t, double time) {
-            auto& one = *static_cast<Card*>(card);
-            one.cards->serve(one, time);
-        },
-        &card);
+    cluster_.clock.at(fiber.time + cluster_.machine.card_doorbell, serve, &card);
+}
+
+void VirtualCards::serve(void* card, uint64_t, double time) {
+    auto& one = *static_cast<Card*>(card);
+    one.cards->serve(one, time);
 }
 
 // Gives the next queue pair its turn.
@@ -72,13 +71,7 @@ void VirtualCards::serve(Card& card, double time) {
         queue_pair.pop_front();
     }
     if (!queue_pair.empty()) card.turns.push_back(number);
-    cluster_.clock.at(
-        sent,
-        [](void* card, uint64_t, double time) {
-            auto& one = *static_cast<Card*>(card);
-            one.cards->serve(one, time);
-        },
-        &card);
+    cluster_.clock.at(sent, serve, &card);
 }
 
 }  // namespace ep

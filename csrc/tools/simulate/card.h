@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <memory>
 #include <vector>
 
 #include "tools/simulate/cluster.h"
@@ -44,6 +43,7 @@ class VirtualCards {
         std::deque<int> turns;
     };
     void take(VirtualFiber& fiber, const Message& message);
+    static void serve(void* card, uint64_t, double time);
     void serve(Card& card, double time);
 
     VirtualCluster& cluster_;

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <random>
 #include <unordered_map>
 #include <utility>

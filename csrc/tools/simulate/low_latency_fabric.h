@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "core/low_latency_heap.h"
-#include "core/row.h"
 #include "fabric/fabric.h"
 #include "tools/simulate/heaps.h"
 
@@ -29,44 +28,23 @@ class VirtualLowLatencyFabric : public VirtualHeaps {
 
     VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
                             const LowLatencyImages& images, bool maps_all)
-        : VirtualHeaps(cluster, cards, images.heap.topology, rank, true),
-          images_(images),
-          maps_all_(maps_all) {}
+        : VirtualHeaps(cluster, cards, images.heap.topology, rank, images.simulated, maps_all,
+                       true),
+          images_(images) {}
 
-    bool maps(int rank) const {
-        return maps_all_ || topology_.node_of(rank) == topology_.node_of(rank_);
-    }
-    template <class W>
-    void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
-        warp.finish_writes();
-        cards_.post(warp.fiber(), message_with(channel, rank, dst, src, bytes));
-    }
     template <class W, class ChannelOf>
-    void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
-                  ChannelOf&& channel_of, size_t dst,
-                  const typename W::template PerLane<size_t>& src, size_t bytes) {
+    void put_each(W& warp, uint32_t lanes, const PerLane<W, int>& rank, ChannelOf&& channel_of,
+                  size_t dst, const PerLane<W, size_t>& src, size_t bytes) {
         warp.finish_writes();
-        std::vector<VirtualCards::Message> messages;
+        std::vector<Message> messages;
         for_each_lane(lanes, [&](int lane) {
-            messages.push_back(
-                message_with(channel_of(rank[lane]), rank[lane], dst, src[lane], bytes));
+            messages.push_back(put_of(channel_of(rank[lane]), rank[lane], dst, src[lane], bytes));
         });
-        cards_.post(warp.fiber(), messages);
-    }
-    template <class W>
-    void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
-        if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
-        warp.finish_writes();
-        post_flag(warp, channel, rank, flag, to - from);
-    }
-    template <class W>
-    void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
-        if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
-        post_flag(warp, channel, rank, flag, to - from);
+        post(warp, messages);
     }
     template <class W, class ChannelOf>
     void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
-                     const typename W::template PerLane<uint64_t>& from, uint64_t to) {
+                     const PerLane<W, uint64_t>& from, uint64_t to) {
         warp.finish_writes();
         post_each(warp, first, ranks, channel_of, flag, [&](int lane) { return to - from[lane]; });
     }
@@ -78,11 +56,6 @@ class VirtualLowLatencyFabric : public VirtualHeaps {
     }
 
   private:
-    NodeImage image_of(int rank) const {
-        return NodeImage::of(topology_, images_.simulated, topology_.node_of(rank_),
-                             topology_.node_of(rank));
-    }
-
     // Where the rank that stands for `rank` has what lies at an offset for this rank.
     char* there(const NodeImage& image, int rank, size_t offset) const {
         const LowLatencyHeap& heap = images_.heap;
@@ -95,8 +68,7 @@ class VirtualLowLatencyFabric : public VirtualHeaps {
         } else if (offset < heap.part(0, 0, 0, 0, 0)) {
             stride = heap.row(0, 1, 0) - heap.row(0, 0, 0);
         }
-        return at<char>(topology_.rank(image.node, topology_.local_of(rank)),
-                        offset + ranks * static_cast<long>(stride));
+        return at<char>(rank_of(image, rank), offset + ranks * static_cast<long>(stride));
     }
 
     // Shifts the experts that a rank's choices name.
@@ -107,43 +79,34 @@ class VirtualLowLatencyFabric : public VirtualHeaps {
                       image.node - topology_.node_of(rank), heap.num_experts, topology_);
     }
 
-    template <class W>
-    void post_flag(W& warp, int channel, int rank, size_t flag, uint64_t add) {
-        cards_.post(warp.fiber(), message_of(channel, rank, flag, add));
-    }
     // Posts for all lanes at once.
     template <class W, class ChannelOf, class IncrementOf>
     void post_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
                    IncrementOf&& increment_of) {
-        std::vector<VirtualCards::Message> messages;
+        std::vector<Message> messages;
         for_each_lane(ranks, [&](int lane) {
             const int rank = first + lane;
-            messages.push_back(message_of(channel_of(rank), rank, flag, increment_of(lane)));
+            messages.push_back(flag_of(channel_of(rank), rank, flag, increment_of(lane)));
         });
-        cards_.post(warp.fiber(), messages);
+        post(warp, messages);
     }
-    // Copies what is put at once; only the message takes time.
-    VirtualCards::Message message_with(int channel, int rank, size_t dst, size_t src,
-                                       size_t bytes) const {
+    Message put_of(int channel, int rank, size_t dst, size_t src, size_t bytes) const override {
         const NodeImage image = image_of(rank);
         char* to = there(image, rank, dst);
         const bool is_row = dst >= images_.heap.row(0, 0, 0);
         std::memcpy(to, at<char>(rank_, src), is_row ? images_.header_bytes : bytes);
         if (!is_row && image.node != topology_.node_of(rank)) shift_choices(to, bytes, rank, image);
-        return {to_of(image, rank), pair_of(channel, rank), static_cast<double>(bytes), nullptr, 0};
+        return {rank_of(image, rank), pair_of(channel, rank), static_cast<double>(bytes), nullptr,
+                0};
     }
-    VirtualCards::Message message_of(int channel, int rank, size_t flag, uint64_t add) const {
+    Message flag_of(int channel, int rank, size_t flag, uint64_t add) const override {
         const NodeImage image = image_of(rank);
-        return {to_of(image, rank), pair_of(channel, rank), VirtualCards::kFlagBytes,
+        return {rank_of(image, rank), pair_of(channel, rank), VirtualCards::kFlagBytes,
                 reinterpret_cast<uint64_t*>(there(image, rank, flag)), add};
-    }
-    int to_of(const NodeImage& image, int rank) const {
-        return topology_.rank(image.node, topology_.local_of(rank));
     }
     int pair_of(int channel, int rank) const { return channel * topology_.world() + rank; }
 
     const LowLatencyImages& images_;
-    bool maps_all_;
 };
 static_assert(ReachesAllRanks<VirtualLowLatencyFabric, VirtualWarp>);
 

@@ -1,7 +1,6 @@
 #include "tools/simulate/transfers.h"
 
 #include <algorithm>
-#include <deque>
 #include <stdexcept>
 
 #include "launch/cuda/channels.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "exec/host/quantize.h"
 #include "exec/host/rows.h"
 #include "exec/serial_lanes.h"
 #include "exec/warp.h"
@@ -94,12 +93,12 @@ class VirtualWarp : public SerialLanes {
     }
 
     template <class F>
-    Waited wait_a_while(Wait wait, int count, F&& need, uint64_t ns) {
+    Waited wait_any_for(Wait wait, int count, F&& need, uint64_t ns) {
         return wait_for(wait, count, need, static_cast<double>(ns),
                         [&] { return lanes_met(count, need) != 0; });
     }
 
-    uint64_t age() const { return static_cast<uint64_t>(fiber_.time - fiber_.begun); }
+    uint64_t elapsed() const { return static_cast<uint64_t>(fiber_.time - fiber_.begun); }
 
     void begin_half(Role role) {
         fiber_.begin_task(role);
@@ -230,7 +229,7 @@ class VirtualWarp : public SerialLanes {
         return before;
     }
 
-    static void let_next_launch_come() {}
+    static void launch_dependents() {}
 
     static uint64_t take_number(uint64_t* counter) { return (*counter)++; }
 
@@ -248,14 +247,6 @@ class VirtualWarp : public SerialLanes {
   private:
     static constexpr uint32_t all_of(int count) {
         return static_cast<uint32_t>((uint64_t{1} << count) - 1);
-    }
-
-    // Gathers the values of the lanes in the mask; returns how many.
-    template <class Out, class T>
-    static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
-        int count = 0;
-        for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
-        return count;
     }
 
     template <class F>

@@ -257,17 +257,17 @@ inline cudaError_t cudaIpcCloseMemHandle(void*) {
 }
 
 struct cudaFuncAttributes {};
-template <class J>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(J)) {
+template <class L>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(L)) {
     fake_cuda.loaded.insert(reinterpret_cast<void*>(kernel));
     return fake_cuda.call();
 }
-template <class J>
-cudaError_t cudaFuncSetAttribute(void (*)(J), cudaFuncAttribute, size_t) {
+template <class L>
+cudaError_t cudaFuncSetAttribute(void (*)(L), cudaFuncAttribute, size_t) {
     return fake_cuda.call();
 }
-template <class J>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*kernel)(J), const J&) {
+template <class L>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*kernel)(L), const L&) {
     if (!fake_cuda.loaded.count(reinterpret_cast<void*>(kernel))) std::abort();  // CUDA may wait
     return fake_cuda.call();
 }

@@ -16,7 +16,7 @@ QueueCards::QueueCards(const std::vector<Queues>& ranks, const std::vector<char*
             queues[i].clear();
             if (!queues.cards) continue;
             for (uint32_t place = 0; place <= queues.cards[i].last_completion; ++place)
-                queues.cards[i].completions[place].tell(0, ep::Completion::kNothingYet);
+                queues.cards[i].completions[place].report(0, ep::Completion::kNothingYet);
         }
     }
 }
@@ -94,8 +94,8 @@ void QueueCards::carry_out(size_t rank, size_t number, const ep::SendQueue& queu
     }
     ep::Completion& completion =
         own ? own->completions[state.done & own->last_completion] : *queue.completion;
-    completion.tell(static_cast<uint16_t>(state.done), ep::Completion::kDone,
-                    own ? state.done >> own->completion_bits : 0);
+    completion.report(static_cast<uint16_t>(state.done), ep::Completion::kDone,
+                      own ? state.done >> own->completion_bits : 0);
     order::card_signal(card, completion.last_word(), 0);
     ++state.done;
 }

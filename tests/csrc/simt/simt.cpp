@@ -167,7 +167,7 @@ void meet() {
     while (order::acquire(&met, order::Scope::Gpu) < all) yield();
 }
 
-void let_next_launch_come() {
+void launch_dependents() {
     if (blocks_met[current->block].lets_next_come++) die("a block lets the next launch come twice");
 }
 

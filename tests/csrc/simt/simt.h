@@ -68,7 +68,7 @@ void yield();
 // All lanes of the block.
 void meet();
 // By one lane of the block, once: no lane of it waits for another rank any more.
-void let_next_launch_come();
+void launch_dependents();
 void may_wait_for_others();
 
 Index thread_index();

@@ -7,13 +7,14 @@ namespace ep::kernels {
 
 using P = QueueFabricParams;
 
-template __global__ void notify_kernel(const __grid_constant__ NotifyJoint<P, 1>);
-template __global__ void dispatch_kernel(const __grid_constant__ DispatchJoint<P, 1>);
-template __global__ void own_rows_kernel(const __grid_constant__ DispatchJoint<P, 1>);
-template __global__ void intra_rank_permute_kernel(const __grid_constant__ DispatchJoint<P, 1>);
-template __global__ void combine_kernel<BFloat16, true>(const __grid_constant__ CombineJoint<P, 1>);
+template __global__ void notify_kernel(const __grid_constant__ NotifyParams<P, 1>);
+template __global__ void dispatch_kernel(const __grid_constant__ DispatchParams<P, 1>);
+template __global__ void own_rows_kernel(const __grid_constant__ DispatchParams<P, 1>);
+template __global__ void intra_rank_permute_kernel(const __grid_constant__ DispatchParams<P, 1>);
+template __global__ void combine_kernel<BFloat16, true>(
+    const __grid_constant__ CombineParams<P, 1>);
 template __global__ void intra_rank_reduce_kernel<BFloat16, true>(
-    const __grid_constant__ CombineJoint<P, 1>);
+    const __grid_constant__ CombineParams<P, 1>);
 template __global__ void low_latency_dispatch_kernel<LowLatencyLaunches::Both, true, false>(
     const __grid_constant__ LowLatencyDispatchLaunch<P>);
 template __global__ void low_latency_combine_kernel<LowLatencyLaunches::Both, float, false>(

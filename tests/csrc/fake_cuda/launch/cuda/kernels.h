@@ -1,6 +1,6 @@
 #pragma once
 
-#include "launch/cuda/joint.h"
+#include "launch/cuda/launch_params.h"
 #include "launch/cuda/roles.h"
 
 // Nothing runs: names for what is launched.
@@ -10,16 +10,16 @@ struct BulkBuffers {};
 
 namespace kernels {
 
-template <class J>
-void notify_kernel(J) {}
-template <class J>
-void dispatch_kernel(J) {}
-template <class J>
-void fused_dispatch_kernel(J) {}
-template <class J>
-void own_rows_kernel(J) {}
-template <class J>
-void intra_rank_permute_kernel(J) {}
+template <class L>
+void notify_kernel(L) {}
+template <class L>
+void dispatch_kernel(L) {}
+template <class L>
+void fused_dispatch_kernel(L) {}
+template <class L>
+void own_rows_kernel(L) {}
+template <class L>
+void intra_rank_permute_kernel(L) {}
 
 }  // namespace kernels
 }  // namespace ep

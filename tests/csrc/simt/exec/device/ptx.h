@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../../../half.h"
-#include "exec/host/quantize.h"
+#include "exec/host/rows.h"
 #include "order.h"
 #include "simt.h"
 
@@ -30,8 +30,8 @@ inline void store_relaxed_gpu(uint64_t* address, uint64_t value) {
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
     simt::order::relaxed(address, value, Scope::System);
 }
-inline void wait_for_launch_before() {}
-inline void let_next_launch_come() { simt::let_next_launch_come(); }
+inline void wait_for_previous_launch() {}
+inline void launch_dependents() { simt::launch_dependents(); }
 inline uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
     return simt::order::fetch_add_relaxed(address, value);
 }

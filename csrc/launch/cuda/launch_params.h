@@ -26,7 +26,7 @@ struct Progress {
 // arguments by value, so that a captured graph keeps them. kRanks = 1 makes smaller parameters and
 // lighter launches for the usual case. FabricParams names its device side `Fabric`.
 template <class FabricParams, class Args, int kRanks, class Roles = NoRoles>
-struct Joint {
+struct LaunchParams {
     using Fabric = typename FabricParams::Fabric;
 
     FabricParams fabric;
@@ -40,12 +40,12 @@ struct Joint {
 };
 
 template <class P, int kRanks>
-using NotifyJoint = Joint<P, NotifyArgs, kRanks>;
+using NotifyParams = LaunchParams<P, NotifyArgs, kRanks>;
 template <class P, int kRanks>
-using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
+using DispatchParams = LaunchParams<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
-using FusedDispatchJoint = Joint<P, FusedDispatchArgs, kRanks, DispatchRoles>;
+using FusedDispatchParams = LaunchParams<P, FusedDispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
-using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
+using CombineParams = LaunchParams<P, CombineArgs, kRanks, CombineRoles>;
 
 }  // namespace ep
