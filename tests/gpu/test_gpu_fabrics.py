@@ -46,6 +46,12 @@ def need(fabric, world):
             pytest.skip(str(error))
 
 
+def run_two(function, fabric):
+    need(fabric, 2)
+    with LocalRanks(2, 120) as ranks:
+        ranks.run(function, fabric)
+
+
 def choose(fabric):
     os.environ[choice.VARIABLE] = fabric
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast: no fabric uses it
@@ -175,9 +181,7 @@ def run_one_absent(fabric):
 
 @pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS, "tcp"])
 def test_an_absent_rank_is_named(fabric):
-    need(fabric, 2)
-    with LocalRanks(2, 120) as ranks:
-        ranks.run(run_one_absent, fabric)
+    run_two(run_one_absent, fabric)
 
 
 def run_one_dead(fabric):
@@ -191,10 +195,8 @@ def run_one_dead(fabric):
 
 @pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS])
 def test_a_rank_may_end_alone(fabric):
-    need(fabric, 2)
     started = time.monotonic()
-    with LocalRanks(2, 120) as ranks:
-        ranks.run(run_one_dead, fabric)
+    run_two(run_one_dead, fabric)
     assert time.monotonic() - started < 60
 
 
@@ -226,9 +228,7 @@ def run_late_replay(fabric):
 
 @pytest.mark.parametrize("fabric", choice.NETWORKS)
 def test_a_replay_is_watched(fabric):
-    need(fabric, 2)
-    with LocalRanks(2, 120) as ranks:
-        ranks.run(run_late_replay, fabric)
+    run_two(run_late_replay, fabric)
 
 
 def run_in_flight(fabric, nodes):
@@ -364,9 +364,7 @@ def run_modes_of_buffers(fabric):
 
 @pytest.mark.parametrize("fabric", choice.NETWORKS)
 def test_memory_serves_later_buffers(fabric):
-    need(fabric, 2)
-    with LocalRanks(2, 120) as ranks:
-        ranks.run(run_modes_of_buffers, fabric)
+    run_two(run_modes_of_buffers, fabric)
 
 
 def test_survivors_over_the_host(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from ports import free_port
+from rank_processes import RANK_ENVIRONMENT, Program
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
@@ -642,17 +643,10 @@ if rank == 0:
 
 def test_a_rank_that_returns_before_its_first_call_is_not_waited_for(tmp_path) -> None:
     """Its process ends as if all was well."""
-    waits, returns = (
-        subprocess.Popen(
-            [sys.executable, "-c", RETURNS, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    )
+    environment = os.environ | RANK_ENVIRONMENT
+    waits, returns = (Program(["-c", RETURNS, rank, tmp_path / "store"], environment) for rank in range(2))
     said, _ = waits.communicate(timeout=100)
-    assert returns.communicate(timeout=60) == ("", None) and returns.returncode == 0
+    assert returns.communicate(timeout=60)[0] == "" and returns.returncode == 0
     seconds, _, text = said.strip().partition(" ")
     assert float(seconds) < 20
     assert text == "rank 1 does not come to step 1 of the buffer's set-up: the process has ended"
