@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import rank_processes
-from ports import free_port
+from rank_processes import Program
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,24 +96,15 @@ def kill_rank(out, rank):
 
 
 def run_with_a_stalled_rank(recipe, out, device, lateness):
-    """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
-    arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), device, lateness]
-    if device == "cpu":
-        return [text for _, text in rank_processes.run_ranks(arguments, 2)]
-    port = free_port()
-    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=clean_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
-    return [finish(rank) for rank in ranks]
+    """What the two ranks of stalled_rank.py printed."""
+    arguments = [Path(__file__).parent / "stalled_rank.py", recipe, out, device, lateness]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    ranks = [Program(arguments, clean_environment(**place, **hidden)) for place in rank_processes.job(2)]
+    try:
+        return ["".join(rank.communicate(LIMIT)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def assert_nothing_was_kept(texts, out):
