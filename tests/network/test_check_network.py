@@ -48,16 +48,11 @@ def three():
 
 def check(made, folder: Path, *arguments: str, environment: dict[int, dict[str, str]] | None = None) -> tuple[str, int]:
     """What machine 0 prints, and the status that all end with. arguments: `--network` unless others are given."""
-    job = {
-        "WORLD_SIZE": str(made.count),
-        "MASTER_ADDR": made.address(0),
-        "MASTER_PORT": "29500",
-        "OMP_NUM_THREADS": "1",
-    }
+    places = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     command = ["-m", "megatron_ep.cli.main", "check", *(arguments or ("--network",)), "--timeout", "30"]
     running = []
-    for machine in range(made.count):
-        own = job | {"RANK": str(machine), "LOCAL_RANK": "0"} | (environment or {}).get(machine, {})
+    for machine, rank in enumerate(rank_processes.job(made.count, 1, **places)):
+        own = rank | (environment or {}).get(machine, {})
         running.append(made.fork(machine, command, [own], log=folder / f"{machine}.log", cwd=ROOT))
     statuses = {process.wait(60) for process in running}
     text = (folder / "0.log").read_text()

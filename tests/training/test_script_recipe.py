@@ -17,6 +17,7 @@ pytest.importorskip("pydantic")
 
 from packaging.version import Version
 from public_flags import PUBLIC
+from training_runs import LAUNCHERS
 
 from megatron_ep import pretrain
 from megatron_ep.cli import main as cli
@@ -27,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*.yaml")) if script_recipe.is_script_recipe(path)]
 SLICE = ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml"
 DEEPSEEK = ROOT / "recipes" / "deepseek_v3.yaml"
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def test_the_models_that_are_promised():
