@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
@@ -24,11 +23,16 @@ from megatron_ep.meeting import codec, place, processes
 from megatron_ep.meeting.rendezvous import PIECE_BYTES, RankEndedError, StoreRendezvous, agreed_name
 
 W = 3
-PATIENCE = 2.0
+PATIENCE = 1.0
 
 
 def meet(seconds: float = 60.0) -> StoreRendezvous:
     return StoreRendezvous(dist.group.WORLD, timedelta(seconds=seconds))
+
+
+def absence(rank: int, step: str) -> str:
+    """Matches the error about a rank that did not come within PATIENCE. On a busy machine others may have been late."""
+    return rf"^rank (\d, )*{rank}(, \d)* did not come to step {step} within {PATIENCE:g} s(; the process .*)?$"
 
 
 def apart() -> None:
@@ -116,7 +120,7 @@ def test_a_start_of_all_ranks(ranks) -> None:
     for absent in (0, 2):
         said = ranks.run(run_start, absent)
         said.pop(absent)
-        assert said == [f"rank {absent} did not come to step 1 of the job's start within 2 s"] * 2
+        assert all(re.match(absence(absent, "1 of the job's start"), text) for text in said), said
 
 
 def run_failure(kind: type[BaseException], first: bool) -> None:
@@ -144,35 +148,38 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[BaseException], f
     ranks.run(run_failure, kind, first)
 
 
-def run_absence(absent: int, begin: Callable[[float], StoreRendezvous]) -> None:
-    """A rank comes to an exchange when the others have given up; all of them meet again after that."""
-    rendezvous = begin(PATIENCE)
+def run_absence(absent: int) -> float:
+    """A rank comes to an exchange when the others have given up; all of them meet again after that. Returns for how
+    long this rank has waited."""
+    rendezvous = meet()
     rendezvous.barrier()
     apart()
     if dist.get_rank() == absent:
         apart()
-        rendezvous.timeout = timedelta(seconds=60)
+    else:
+        rendezvous.timeout = timedelta(seconds=PATIENCE)
     started = time.monotonic()
-    with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 2 of .* within 2 s$"):
+    with pytest.raises(ep.EPError, match=absence(absent, "2 of .*")):
         rendezvous.gather(None)
     waited = time.monotonic() - started
-    if dist.get_rank() == absent:
-        assert waited < 30, "the decision was there already"
-    else:
-        assert PATIENCE * 0.9 < waited < PATIENCE + 5
+    if dist.get_rank() != absent:
         apart()
+    rendezvous.timeout = timedelta(seconds=60.0)
     assert rendezvous.gather(dist.get_rank()) == list(range(W))
+    return waited
 
 
 @pytest.mark.parametrize("absent", range(W))
 def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int) -> None:
-    ranks.run(run_absence, absent, meet)
+    waited = ranks.run(run_absence, absent)
+    assert waited.pop(absent) < 30, "the decision was there already"
+    assert 0.9 * PATIENCE < max(waited) < 30
 
 
 def run_missed_rendezvous(absent: int) -> None:
     """A rank does not even begin, and begins later: with the others, if they begin once more."""
     if dist.get_rank() != absent:
-        with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 1 of .+ set-up within 2 s$"):
+        with pytest.raises(ep.EPError, match=absence(absent, "1 of .+ set-up")):
             meet(PATIENCE).gather(None)
     apart()
     if dist.get_rank() != absent:
@@ -265,14 +272,15 @@ def test_a_failure_told_before_others_have_come_is_heard(ranks) -> None:
 
 def run_silence() -> None:
     """The store takes what it is sent, and does not answer."""
-    rendezvous = meet(PATIENCE)
+    rendezvous = meet()
     rendezvous.barrier()
+    rendezvous.timeout = timedelta(seconds=PATIENCE)
     silent = mock.Mock(check=lambda keys: time.sleep(20))
     started = time.monotonic()
     with (
         mock.patch.object(rendezvous, "_store", silent),
         mock.patch("megatron_ep.meeting.rendezvous.DECISION_S", 0.5),
-        pytest.raises(ep.EPError, match=r"^the store of torch.distributed did not answer within 2.5 s$"),
+        pytest.raises(ep.EPError, match=r"^the store of torch.distributed did not answer within 1.5 s$"),
     ):
         rendezvous.barrier()
     assert time.monotonic() - started < 10
