@@ -25,8 +25,8 @@ uint64_t abort_word_of(ControlBlock& block) {
 }
 
 void abort(ControlBlock& block, uint64_t word) {
-    uint64_t nobody = 0;
-    std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(nobody, word);
+    uint64_t none = 0;
+    std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(none, word);
 }
 
 // Sets the reason unless there is one.
@@ -361,7 +361,7 @@ void SoftwareNic::take(int rank, const Frame& frame) {
     }
 }
 
-// What a rank of another machine must be told: an abort word, or that there was a loss; 0: nothing.
+// What must be reported to a rank of another machine: an abort word, or a loss; 0: nothing.
 uint64_t SoftwareNic::report_for(size_t rank) const {
     const uint64_t word = abort_word_of(*controls_[rank]);
     return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, *lost_);
@@ -436,7 +436,7 @@ void SoftwareNic::add_abort(size_t rank, uint64_t word) {
     reported_[rank] = word;
 }
 
-// Gives up a rank when its connection breaks. The rank itself is told if only a card has failed.
+// Gives up a rank when its connection breaks, and notifies it if only a card has failed.
 void SoftwareNic::lose(int rank, const std::string& why) {
     links_[rank]->fail(why);
     note(controls_[rank]->reason, why);

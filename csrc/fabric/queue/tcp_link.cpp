@@ -34,11 +34,11 @@ double silence_of(int descriptor, double limit) {
     tcp_info info{};
     socklen_t bytes = sizeof info;
     if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return 0;
-    const double heard = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
+    const double silence = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
     // With nothing in flight the kernel has probed whether the other side lives, or has room again.
-    if (info.tcpi_unacked == 0) return info.tcpi_probes < 3 ? 0 : heard;
-    const double patience = 1.25e-6 * info.tcpi_rto;  // a timer may be late
-    return patience > limit && heard < patience ? 0 : heard;
+    if (info.tcpi_unacked == 0) return info.tcpi_probes < 3 ? 0 : silence;
+    const double retransmit_timeout = 1.25e-6 * info.tcpi_rto;  // a timer may be late
+    return retransmit_timeout > limit && silence < retransmit_timeout ? 0 : silence;
 }
 
 TcpLink::~TcpLink() { close(descriptor_); }

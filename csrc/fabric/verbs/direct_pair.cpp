@@ -11,7 +11,7 @@
 namespace ep::verbs {
 namespace {
 
-// The card is never told which completions were seen, and must not wait for that.
+// No consumer index goes back to the card, which must not wait for one.
 Cq* new_cq(const Mlx5& mlx5, Context* context, const std::string& card, uint32_t depth) {
     CqInitAttr wanted{};
     wanted.entries = depth;

@@ -98,8 +98,8 @@ class CudaGroup {
   private:
     void load_kernels() const;
     void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
-    void hear(const std::vector<ControlBlock*>& blocks);
-    void hear_own();
+    void fetch_abort_words(const std::vector<ControlBlock*>& blocks);
+    void fetch_own_abort_words();
     template <class F>
     void for_local_ranks(F&& f) const;
     template <class L, class Args>
@@ -137,7 +137,7 @@ class CudaGroup {
     ControlBlock* reports_on_gpu_ = nullptr;   // the GPU's address of reports_
     Resource<Reason[]> reason_source_;         // one, pinned
     Resource<uint32_t[]> abort_source_;        // one, pinned
-    Resource<uint64_t[]> heard_;               // [heaps], pinned
+    Resource<uint64_t[]> fetched_;             // [heaps], pinned
     CudaGraphs graphs_;
     std::chrono::steady_clock::time_point count_times_[3];
 };

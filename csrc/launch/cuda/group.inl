@@ -139,7 +139,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     reports_on_gpu_ = on_gpu(reports_);
     reason_source_ = pinned_array<Reason>(device_, 1);
     abort_source_ = pinned_array<uint32_t>(device_, 1);
-    heard_ = pinned_array<uint64_t>(device_, reachable_.size());
+    fetched_ = pinned_array<uint64_t>(device_, reachable_.size());
     reset();
 }
 
@@ -314,7 +314,7 @@ template <class P>
 void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(abort_mutex_);
-    hear(reachable_);
+    fetch_abort_words(reachable_);
     if (!has_reason_) {
         has_reason_ = true;
         Reason& source = reason_source_[0];
@@ -329,39 +329,39 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     }
     abort_source_[0] = static_cast<uint32_t>(ControlBlock::abort_word(outcome, ranks_.front()));
     for (size_t i = 0; i < reachable_.size(); ++i) {
-        if (heard_[i]) continue;  // the first reason stays: a later one may be but its consequence
+        if (fetched_[i]) continue;  // the first reason stays: a later one may follow from it
         // This sets the upper half: a kernel may set the lower half until then.
         copy_async(reinterpret_cast<uint32_t*>(&reachable_[i]->abort) + 1, abort_source_.get(),
                    sizeof(uint32_t), abort_stream_.get());
     }
     synchronize(abort_stream_.get());
-    hear_own();
+    fetch_own_abort_words();
 }
 
 template <class P>
 void CudaGroup<P>::listen() {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(abort_mutex_);
-    hear_own();
+    fetch_own_abort_words();
 }
 
-// Copies the abort words of control blocks to heard_.
+// Copies the abort words of control blocks to fetched_.
 template <class P>
-void CudaGroup<P>::hear(const std::vector<ControlBlock*>& blocks) {
+void CudaGroup<P>::fetch_abort_words(const std::vector<ControlBlock*>& blocks) {
     for (size_t i = 0; i < blocks.size(); ++i)
-        copy_async(heard_.get() + i, &blocks[i]->abort, sizeof(uint64_t), abort_stream_.get());
+        copy_async(fetched_.get() + i, &blocks[i]->abort, sizeof(uint64_t), abort_stream_.get());
     synchronize(abort_stream_.get());
 }
 
 template <class P>
-void CudaGroup<P>::hear_own() {
+void CudaGroup<P>::fetch_own_abort_words() {
     std::vector<ControlBlock*> own;
     for (size_t i = 0; i < ranks_.size(); ++i) own.push_back(device_rank(i).control);
-    hear(own);
+    fetch_abort_words(own);
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        if (heard_[i])
+        if (fetched_[i])
             std::atomic_ref<uint64_t>(reports_[i].abort)
-                .store(heard_[i], std::memory_order_release);
+                .store(fetched_[i], std::memory_order_release);
     }
 }
 

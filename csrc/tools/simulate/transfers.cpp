@@ -296,12 +296,12 @@ namespace {
 // SMs of the intra-rank pass: those that the exchange leaves free if they are a third, else all.
 struct SideSms {
     int first, count;
-    bool beside;
+    bool concurrent;
 
     SideSms(int all, int busy)
         : first(3 * (all - busy) >= all ? busy : 0),
           count(all - first),
-          beside(first > 0 || busy == 0) {}
+          concurrent(first > 0 || busy == 0) {}
 };
 
 }  // namespace
@@ -373,17 +373,17 @@ VirtualPhase VirtualTransfers::dispatch(const OnProgress& on_progress) {
     }
     const bool passes =
         std::ranges::any_of(s.dispatch, [](const auto& args) { return has_intra_rank_pass(args); });
-    if (passes && side.beside) s.add_own_rows(exchange, side.first, side.count);
+    if (passes && side.concurrent) s.add_own_rows(exchange, side.first, side.count);
     VirtualPhase done = exchange.run(on_progress, expected);
     if (passes) {
-        if (!side.beside) {
+        if (!side.concurrent) {
             VirtualLaunch own = s.launch();
             s.add_own_rows(own, 0, side.count);
             done.append(own.run(), 0);
         }
         VirtualLaunch permute = s.launch();
         s.add_permute(permute);
-        done.append(permute.run(), side.beside ? s.cluster.machine.join : 0);
+        done.append(permute.run(), side.concurrent ? s.cluster.machine.join : 0);
     }
     for (DispatchArgs& args : s.dispatch) args.fills_tables = false;
     return done;
@@ -429,7 +429,7 @@ VirtualPhase VirtualTransfers::combine(const OnProgress& on_progress) {
     };
     for (CombineArgs& args : s.combine) args.call = s.calls;
     VirtualPhase before;
-    if (passes && !side.beside) {
+    if (passes && !side.concurrent) {
         VirtualLaunch sums = s.launch();
         add_sums(sums);
         before = sums.run();
@@ -449,9 +449,9 @@ VirtualPhase VirtualTransfers::combine(const OnProgress& on_progress) {
             });
         });
     }
-    if (passes && side.beside) add_sums(exchange);
+    if (passes && side.concurrent) add_sums(exchange);
     VirtualPhase done = exchange.run(on_progress, expected);
-    if (passes && !side.beside) {
+    if (passes && !side.concurrent) {
         before.append(done, 0);
         return before;
     }
