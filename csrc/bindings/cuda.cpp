@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings/address.h"
 #include "bindings/cuda_launcher.h"
+#include "bindings/members.h"
 #include "bindings/module.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
@@ -112,11 +112,11 @@ void bind_cuda(py::module_& m) {
 
     m.def(
         "quantize_cuda",
-        [](int64_t rows, int hidden, int dtype, Address x, Address values, Address scales,
-           Address stream) {
-            quantize_cuda({rows, hidden, static_cast<DType>(dtype), at<void>(x),
-                           at<uint8_t>(values), at<float>(scales)},
-                          at<void>(stream));
+        [](int64_t rows, int hidden, int dtype, uintptr_t x, uintptr_t values, uintptr_t scales,
+           uintptr_t stream) {
+            quantize_cuda({rows, hidden, static_cast<DType>(dtype), as<void*>(x),
+                           as<uint8_t*>(values), as<float*>(scales)},
+                          as<void*>(stream));
         },
         py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("x"),
         py::arg("values"), py::arg("scales"), py::arg("stream"),
@@ -124,11 +124,11 @@ void bind_cuda(py::module_& m) {
 
     m.def(
         "dequantize_cuda",
-        [](int64_t rows, int hidden, int dtype, Address values, Address scales, Address out,
-           Address stream) {
-            dequantize_cuda({rows, hidden, static_cast<DType>(dtype), at<uint8_t>(values),
-                             at<float>(scales), at<void>(out)},
-                            at<void>(stream));
+        [](int64_t rows, int hidden, int dtype, uintptr_t values, uintptr_t scales, uintptr_t out,
+           uintptr_t stream) {
+            dequantize_cuda({rows, hidden, static_cast<DType>(dtype), as<uint8_t*>(values),
+                             as<float*>(scales), as<void*>(out)},
+                            as<void*>(stream));
         },
         py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("values"),
         py::arg("scales"), py::arg("out"), py::arg("stream"),

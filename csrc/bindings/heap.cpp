@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "bindings/address.h"
+#include "bindings/members.h"
 #include "bindings/module.h"
 #include "core/layout.h"
 #include "core/planned_layout.h"
@@ -15,6 +15,7 @@
 #include "fabric/shared_memory.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ep {
 namespace {
@@ -106,42 +107,31 @@ Layout layout_in(const Heap& heap, int num_tokens, int topk, int32_t* data = nul
 
 // Binds a handle's layout: its size and the offsets of its parts in int32, and the plan's filling.
 void bind_layout(py::class_<Heap>& bound) {
-    const auto offset = [&bound](const char* name, auto&& begin, const char* doc) {
-        bound.def(
-            name,
-            [begin](const Heap& heap, int num_tokens, int topk) {
-                const Layout layout = layout_in(heap, num_tokens, topk);
-                return begin(layout) - layout.data;
-            },
-            py::arg("num_tokens"), py::arg("topk"), doc);
-    };
     bound.def_property_readonly_static("overflow_offset", [](py::object) {
         return offsetof(Layout::Totals, overflow) / sizeof(int32_t);
     });
     bound.def(
-        "layout_size",
+        "layout",
         [](const Heap& heap, int num_tokens, int topk) {
-            return layout_in(heap, num_tokens, topk).size();
+            const Layout layout = layout_in(heap, num_tokens, topk);
+            return py::dict("size"_a = layout.size(),
+                            "expert_start"_a = &layout.expert_start(0) - layout.data,
+                            "received"_a = &layout.received(0, 0) - layout.data,
+                            "expert_count"_a = &layout.expert_count(0) - layout.data);
         },
-        py::arg("num_tokens"), py::arg("topk"), "Returns the int32 of a handle's layout.");
-    offset(
-        "expert_start_offset", [](const Layout& layout) { return &layout.expert_start(0); },
-        "Returns where the prefix sums [L + 1] of the rows per local expert, with padding, are.");
-    offset(
-        "received_offset", [](const Layout& layout) { return &layout.received(0, 0); },
-        "Returns where the received rows [C, W], by channel and source rank, are.");
-    offset(
-        "expert_count_offset", [](const Layout& layout) { return &layout.expert_count(0); },
-        "Returns where the rows [L] of each local expert, without padding, are.");
+        py::arg("num_tokens"), py::arg("topk"),
+        "Returns the size of a handle's layout, and where the prefix sums [L + 1] of the rows per "
+        "local expert with padding, the received rows [C, W] by channel and source rank, and the "
+        "rows [L] of each local expert without padding are, in int32.");
     bound.def(
         "lay_out",
-        [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
-           uint32_t epoch, int leaving, Address layout) {
+        [](const Heap& heap, int rank, int topk, uintptr_t moves, size_t count, uintptr_t tokens,
+           uint32_t epoch, int leaving, uintptr_t layout) {
             static_assert(sizeof(Move) == 6 * sizeof(int32_t));
-            const auto* tokens_of = at<int32_t>(tokens);
-            Layout to_fill = layout_in(heap, tokens_of[rank], topk, at<int32_t>(layout));
+            const auto* tokens_of = as<int32_t*>(tokens);
+            Layout to_fill = layout_in(heap, tokens_of[rank], topk, as<int32_t*>(layout));
             to_fill.is_planned = true;
-            lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch, leaving);
+            lay_out(to_fill, rank, as<Move*>(moves), count, tokens_of, epoch, leaving);
             return to_fill.totals();
         },
         py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),

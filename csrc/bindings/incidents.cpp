@@ -7,6 +7,7 @@
 #include <string>
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ep {
 namespace {
@@ -98,16 +99,11 @@ py::list sends_of(const ControlBlock& block) {
             const uint64_t word = load(kept);
             if (!word) continue;
             const Sends sends = Sends::of(word);
-            py::dict d;
-            d["counter"] = kCounters[mode];
-            d["call"] = sends.call;
-            d["kind"] = name(sends.kind);
-            d["payload_type"] = sends.payload_type;
-            d["payload_bytes"] = sends.payload_bytes;
-            d["topk"] = sends.topk;
-            d["weight_bytes"] = sends.weight_bytes;
-            d["scale_bytes"] = sends.scale_bytes;
-            all.append(d);
+            all.append(py::dict("counter"_a = kCounters[mode], "call"_a = sends.call,
+                                "kind"_a = name(sends.kind), "payload_type"_a = sends.payload_type,
+                                "payload_bytes"_a = sends.payload_bytes, "topk"_a = sends.topk,
+                                "weight_bytes"_a = sends.weight_bytes,
+                                "scale_bytes"_a = sends.scale_bytes));
         }
     }
     return all;
@@ -121,17 +117,11 @@ const char* name(Role role) { return name_in(kRoleNames, role); }
 const char* name(Outcome outcome) { return name_in(kOutcomeNames, outcome); }
 
 py::dict describe(const Incident& incident) {
-    py::dict d;
-    d["outcome"] = name(incident.outcome);
-    d["role"] = name(incident.role);
-    d["waiting_for"] = name(incident.wait);
-    d["rank"] = incident.rank;
-    d["channel"] = incident.channel;
-    d["peer"] = incident.peer;
-    d["seen"] = incident.seen;
-    d["expected"] = incident.expected;
-    d["call"] = incident.call;
-    return d;
+    return py::dict("outcome"_a = name(incident.outcome), "role"_a = name(incident.role),
+                    "waiting_for"_a = name(incident.wait), "rank"_a = incident.rank,
+                    "channel"_a = incident.channel, "peer"_a = incident.peer,
+                    "seen"_a = incident.seen, "expected"_a = incident.expected,
+                    "call"_a = incident.call);
 }
 
 Outcome outcome_of(bool interrupted, bool failed) {

@@ -3,37 +3,16 @@
 #include <pybind11/stl.h>
 
 #include <new>
-#include <optional>
 #include <string>
-#include <string_view>
-#include <type_traits>
-#include <unordered_map>
 
 #include "bindings/incidents.h"
+#include "bindings/members.h"
 #include "bindings/module.h"
 
 namespace py = pybind11;
 
 namespace ep {
 namespace {
-
-// Functions that set a member of kernel arguments to a number or address, by the member's name in
-// core/args.h or core/low_latency_args.h.
-template <class Args>
-using Setter = void (*)(Args&, uint64_t);
-template <class Args>
-using Setters = std::unordered_map<std::string_view, Setter<Args>>;
-
-template <class Args, auto... kPath>
-void set(Args& args, uint64_t value) {
-    auto& member = (args.*....*kPath);
-    using Member = std::remove_reference_t<decltype(member)>;
-    if constexpr (std::is_pointer_v<Member>) {
-        member = reinterpret_cast<Member>(value);
-    } else {
-        member = static_cast<Member>(value);
-    }
-}
 
 // Makes a new layout, because the offsets of its parts depend on the number of tokens.
 template <class Args>
@@ -49,151 +28,79 @@ void set_bias(CombineArgs& args, uint64_t address) {
     args.bias[kIndex] = reinterpret_cast<const char*>(address);
 }
 
+// Members of both directions, in core/args.h and core/low_latency_args.h.
 template <class A>
 Setters<A> with_transfer(Setters<A> setters) {
-    setters.merge(Setters<A>{
-        {"num_tokens", set_tokens<A>},
-        {"layout", set<A, &A::layout, &Layout::data>},
-        {"is_planned", set<A, &A::layout, &Layout::is_planned>},
-        {"nvl_batch", set<A, &A::nvl_batch>},
-        {"rdma_chunk", set<A, &A::rdma_chunk>},
-        {"dst_rows", set<A, &A::dst_rows>},
-        {"rail_experts", set<A, &A::rail_experts>},
-        {"max_received", set<A, &A::max_received>},
-        {"max_rail", set<A, &A::max_rail>},
-        {"max_rows", set<A, &A::max_rows>},
-        {"is_flat", set<A, &A::is_flat>},
-        {"resets_since_made", set<A, &A::resets_since_made>},
-    });
+    setters.merge(Setters<A>{EP_SETTER("num_tokens", set_tokens<A>),
+                             EP_SETTER("layout", set<A, &A::layout, &Layout::data>),
+                             EP_SETTER("is_planned", set<A, &A::layout, &Layout::is_planned>),
+                             EP_MEMBER(nvl_batch), EP_MEMBER(rdma_chunk), EP_MEMBER(dst_rows),
+                             EP_MEMBER(rail_experts), EP_MEMBER(max_received), EP_MEMBER(max_rail),
+                             EP_MEMBER(max_rows), EP_MEMBER(is_flat),
+                             EP_MEMBER(resets_since_made)});
     return setters;
 }
-
+#define EP_MASK(name) EP_SETTER(#name, set<A, &A::mask, &LowLatencyMask::name>)
 template <class A>
 Setters<A> with_low_latency(Setters<A> setters) {
-    using Mask = LowLatencyMask;
-    setters.merge(Setters<A>{
-        {"layout", set<A, &A::layout, &LowLatencyLayout::data>},
-        {"num_tokens", set<A, &A::num_tokens>},
-        {"call", set<A, &A::call>},
-        {"max_rows", set<A, &A::max_rows>},
-        {"recv_wait_ns", set<A, &A::recv_wait_ns>},
-        {"active", set<A, &A::mask, &Mask::active>},
-        {"shown", set<A, &A::mask, &Mask::shown>},
-        {"dropped", set<A, &A::mask, &Mask::dropped>},
-        {"required", set<A, &A::mask, &Mask::required>},
-        {"slice_ns", set<A, &A::mask, &Mask::slice_ns>},
-        {"silent_slices", set<A, &A::mask, &Mask::silent_slices>},
-        {"max_slices", set<A, &A::mask, &Mask::max_slices>},
-        {"layout_call", set<A, &A::layout_call>},
-        {"resets_since_made", set<A, &A::resets_since_made>},
-    });
+    setters.merge(Setters<A>{EP_SETTER("layout", set<A, &A::layout, &LowLatencyLayout::data>),
+                             EP_MEMBER(num_tokens), EP_MEMBER(call), EP_MEMBER(max_rows),
+                             EP_MEMBER(recv_wait_ns), EP_MASK(active), EP_MASK(shown),
+                             EP_MASK(dropped), EP_MASK(required), EP_MASK(slice_ns),
+                             EP_MASK(silent_slices), EP_MASK(max_slices), EP_MEMBER(layout_call),
+                             EP_MEMBER(resets_since_made)});
     return setters;
 }
 
 const auto& setters_of(const FusedDispatchArgs&) {
     using A = FusedDispatchArgs;
-    static const auto setters = with_transfer<A>({
-        {"fills_tables", set<A, &A::fills_tables>},
-        {"x", set<A, &A::x>},
-        {"scales", set<A, &A::scales>},
-        {"weights", set<A, &A::weights>},
-        {"recv_x", set<A, &A::recv_x>},
-        {"recv_scales", set<A, &A::recv_scales>},
-        {"recv_weights", set<A, &A::recv_weights>},
-        {"has_intra_rank_pass", set<A, &A::has_intra_rank_pass>},
-        {"clears_end", set<A, &A::clears_end>},
-        {"clears_padding", set<A, &A::clears_padding>},
-        {"has_all_weights", set<A, &A::has_all_weights>},
-        {"source_tokens", set<A, &A::source_tokens>},
-        {"is_speculative", set<A, &A::is_speculative>},
-        {"min_rows", set<A, &A::min_rows>},
-        {"topk_idx", set<A, &A::topk_idx>},
-        {"index_bytes", set<A, &A::index_bytes>},
-        {"expert_alignment", set<A, &A::expert_alignment>},
-        {"expert_capacity", set<A, &A::expert_capacity>},
-        {"tokens_per_expert", set<A, &A::tokens_per_expert>},
-        {"allows_repeats", set<A, &A::allows_repeats>},
-    });
+    static const auto setters = with_transfer<A>({EP_MEMBER(fills_tables),
+                                                  EP_MEMBER(x),
+                                                  EP_MEMBER(scales),
+                                                  EP_MEMBER(weights),
+                                                  EP_MEMBER(recv_x),
+                                                  EP_MEMBER(recv_scales),
+                                                  EP_MEMBER(recv_weights),
+                                                  EP_MEMBER(has_intra_rank_pass),
+                                                  EP_MEMBER(clears_end),
+                                                  EP_MEMBER(clears_padding),
+                                                  EP_MEMBER(has_all_weights),
+                                                  EP_MEMBER(source_tokens),
+                                                  EP_MEMBER(is_speculative),
+                                                  EP_MEMBER(min_rows),
+                                                  EP_MEMBER(topk_idx),
+                                                  EP_MEMBER(index_bytes),
+                                                  EP_MEMBER(expert_alignment),
+                                                  EP_MEMBER(expert_capacity),
+                                                  EP_MEMBER(tokens_per_expert),
+                                                  EP_MEMBER(allows_repeats)});
     return setters;
 }
-
 const auto& setters_of(const CombineArgs&) {
     using A = CombineArgs;
-    static const auto setters = with_transfer<A>({
-        {"is_weighted", set<A, &A::is_weighted>},
-        {"x", set<A, &A::x>},
-        {"weights", set<A, &A::weights>},
-        {"y", set<A, &A::y>},
-        {"y_weights", set<A, &A::y_weights>},
-        {"row_weights", set<A, &A::row_weights>},
-        {"sums", set<A, &A::sums>},
-        {"bias", set_bias<0>},
-        {"second_bias", set_bias<1>},
-    });
+    static const auto setters =
+        with_transfer<A>({EP_MEMBER(is_weighted), EP_MEMBER(x), EP_MEMBER(weights), EP_MEMBER(y),
+                          EP_MEMBER(y_weights), EP_MEMBER(row_weights), EP_MEMBER(sums),
+                          EP_SETTER("bias", set_bias<0>), EP_SETTER("second_bias", set_bias<1>)});
     return setters;
 }
-
 const auto& setters_of(const LowLatencyDispatchArgs&) {
     using A = LowLatencyDispatchArgs;
-    static const auto setters = with_low_latency<A>({
-        {"topk_idx", set<A, &A::topk_idx>},
-        {"index_bytes", set<A, &A::index_bytes>},
-        {"expert_alignment", set<A, &A::expert_alignment>},
-        {"expert_rows", set<A, &A::expert_rows>},
-        {"x", set<A, &A::x>},
-        {"scales", set<A, &A::scales>},
-        {"weights", set<A, &A::weights>},
-        {"recv_x", set<A, &A::recv_x>},
-        {"recv_scales", set<A, &A::recv_scales>},
-        {"recv_weights", set<A, &A::recv_weights>},
-        {"quantize", set<A, &A::quantize>},
-        {"scale_column", set<A, &A::scale_column>},
-        {"recv_rows", set<A, &A::recv_rows>},
-        {"tokens_per_expert", set<A, &A::tokens_per_expert>},
-        {"max_received", set<A, &A::max_received>},
-        {"clears_weights", set<A, &A::clears_weights>},
-    });
+    static const auto setters = with_low_latency<A>(
+        {EP_MEMBER(topk_idx), EP_MEMBER(index_bytes), EP_MEMBER(expert_alignment),
+         EP_MEMBER(expert_rows), EP_MEMBER(x), EP_MEMBER(scales), EP_MEMBER(weights),
+         EP_MEMBER(recv_x), EP_MEMBER(recv_scales), EP_MEMBER(recv_weights), EP_MEMBER(quantize),
+         EP_MEMBER(scale_column), EP_MEMBER(recv_rows), EP_MEMBER(tokens_per_expert),
+         EP_MEMBER(max_received), EP_MEMBER(clears_weights)});
     return setters;
 }
-
 const auto& setters_of(const LowLatencyCombineArgs&) {
     using A = LowLatencyCombineArgs;
-    static const auto setters = with_low_latency<A>({
-        {"x", set<A, &A::x>},
-        {"values", set<A, &A::values>},
-        {"y", set<A, &A::y>},
-        {"y_values", set<A, &A::y_values>},
-        {"sum_at_expert", set<A, &A::sum_at_expert>},
-        {"row_weights", set<A, &A::row_weights>},
-        {"token_weights", set<A, &A::token_weights>},
-        {"renormalize", set<A, &A::renormalize>},
-    });
+    static const auto setters =
+        with_low_latency<A>({EP_MEMBER(x), EP_MEMBER(values), EP_MEMBER(y), EP_MEMBER(y_values),
+                             EP_MEMBER(sum_at_expert), EP_MEMBER(row_weights),
+                             EP_MEMBER(token_weights), EP_MEMBER(renormalize)});
     return setters;
-}
-
-template <class Args>
-Setter<Args> setter_of(const std::string& name) {
-    const auto& setters = setters_of(Args{});
-    const auto found = setters.find(name);
-    if (found == setters.end()) throw py::key_error(name);
-    return found->second;
-}
-
-uint64_t number(PyObject* value) {
-    const uint64_t n = PyLong_AsUnsignedLongLong(value);
-    if (n == ~uint64_t{0} && PyErr_Occurred()) throw py::error_already_set();
-    return n;
-}
-
-// Returns a member of a launch: a number, the address of a tensor, or 0 for None.
-uint64_t given_number(PyObject* value) {
-    if (PyLong_Check(value)) return number(value);
-    if (value == Py_None) return 0;
-    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-    const auto address =
-        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(value, data_ptr));
-    if (!address) throw py::error_already_set();
-    return number(address.ptr());
 }
 
 // A call's arguments, except the `given` members: each launch passes their values, rank by rank.
@@ -212,7 +119,7 @@ struct CallOf {
         Py_ssize_t next = 0;
         for (Args& a : filled) {
             for (const Setter<Args> setter : given)
-                setter(a, given_number(PyTuple_GET_ITEM(values, next++)));
+                setter(a, value_of(PyTuple_GET_ITEM(values, next++)));
         }
         return filled;
     }
@@ -232,11 +139,9 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
                                       " ranks, must be of " + std::to_string(args.size()) +
                                       " ranks");
             CallOf<Args> call{std::move(args), {}};
-            for (const std::string& name : given) call.given.push_back(setter_of<Args>(name));
-            for (size_t i = 0; i < members.size(); ++i) {
-                for (const auto& [name, value] : members[i])
-                    setter_of<Args>(py::cast<std::string>(name))(call.args[i], number(value.ptr()));
-            }
+            const auto& setters = setters_of(Args{});
+            for (const std::string& name : given) call.given.push_back(setter_of(setters, name));
+            for (size_t i = 0; i < members.size(); ++i) fill(call.args[i], setters, members[i]);
             return Call{std::move(call)};
         },
         blank);
@@ -331,7 +236,9 @@ void bind_rank_launcher(py::module_& m) {
                 for (size_t i = 0; i < r.ranks().size(); ++i) all.push_back(r.waited(i));
                 return all;
             },
-            release, "See megatron_ep.buffer.interface.Backend.waited.")
+            release,
+            "Returns, for each rank, the nanoseconds that it waited for each other one: in the "
+            "last call, and in all calls since the last reset.")
         .def(
             "abort",
             [](RankLauncher& r, bool interrupted, bool failed, const std::string& reason) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -70,7 +71,8 @@ class ExclusiveCall {
 class Launcher {
   public:
     virtual ~Launcher() = default;
-    // Return the arguments of a call whose rows have this format, without tensors.
+    // Return the arguments of a call whose rows have this format, one for each rank, without
+    // tensors.
     virtual AllArgs dispatch_args(const RowFormat& format) const = 0;
     virtual AllArgs combine_args(const RowFormat& format) const = 0;
     // Must be called without the GIL. stream: null on the host.
@@ -78,34 +80,42 @@ class Launcher {
     virtual void reset() = 0;
 };
 
-// Returns the arguments of each rank of a launcher, without tensors.
-template <class Args, class AnyLauncher>
-std::vector<Args> blank(const AnyLauncher& launcher, const RowFormat& format) {
-    std::vector<Args> args(launcher.ranks().size());
-    for (size_t i = 0; i < args.size(); ++i) {
-        args[i].rank = launcher.ranks()[i];
-        args[i].heap = launcher.heap();
-        args[i].format = format;
-        if constexpr (requires { launcher.warps(); })
-            args[i].layout = {launcher.heap(), format.topk, launcher.warps(), nullptr};
+template <class AnyHeap, class AnyDispatchArgs, class AnyCombineArgs>
+class ModeLauncher : public Launcher {
+  public:
+    AllArgs dispatch_args(const RowFormat& format) const override {
+        return blank<AnyDispatchArgs>(format);
     }
-    return args;
-}
+    AllArgs combine_args(const RowFormat& format) const override {
+        return blank<AnyCombineArgs>(format);
+    }
+    virtual const AnyHeap& heap() const = 0;
+    virtual const std::vector<int>& ranks() const = 0;
+    virtual int warps() const { return 0; }  // of a launch of the low-latency mode
+
+  private:
+    template <class Args>
+    std::vector<Args> blank(const RowFormat& format) const {
+        std::vector<Args> args(ranks().size());
+        for (size_t i = 0; i < args.size(); ++i) {
+            args[i].rank = ranks()[i];
+            args[i].heap = heap();
+            args[i].format = format;
+            if constexpr (std::is_same_v<AnyHeap, LowLatencyHeap>)
+                args[i].layout = {heap(), format.topk, warps(), nullptr};
+            if constexpr (std::is_same_v<Args, CombineArgs>) args[i].is_combine = true;
+        }
+        return args;
+    }
+};
+
+using LowLatencyLauncher =
+    ModeLauncher<LowLatencyHeap, LowLatencyDispatchArgs, LowLatencyCombineArgs>;
 
 // Launches the normal mode, and reports failures of all of a buffer's launches. Functions that only
 // a GPU needs do nothing on the host.
-class RankLauncher : public Launcher {
+class RankLauncher : public ModeLauncher<Heap, FusedDispatchArgs, CombineArgs> {
   public:
-    AllArgs dispatch_args(const RowFormat& format) const override {
-        return blank<FusedDispatchArgs>(*this, format);
-    }
-    AllArgs combine_args(const RowFormat& format) const override {
-        auto args = blank<CombineArgs>(*this, format);
-        for (CombineArgs& a : args) a.is_combine = true;
-        return args;
-    }
-    virtual const Heap& heap() const = 0;
-    virtual const std::vector<int>& ranks() const = 0;
     // Returns the abort word of the first rank to give up that this process knows of; 0: none.
     virtual uint64_t aborted() const = 0;
     virtual const ControlBlock& report(size_t index) const = 0;
@@ -130,19 +140,6 @@ class RankLauncher : public Launcher {
     virtual void retire() {}
 
     pybind11::object watch = pybind11::none();  // called while counts are waited for, may raise
-};
-
-class LowLatencyLauncher : public Launcher {
-  public:
-    AllArgs dispatch_args(const RowFormat& format) const override {
-        return blank<LowLatencyDispatchArgs>(*this, format);
-    }
-    AllArgs combine_args(const RowFormat& format) const override {
-        return blank<LowLatencyCombineArgs>(*this, format);
-    }
-    virtual const LowLatencyHeap& heap() const = 0;
-    virtual const std::vector<int>& ranks() const = 0;
-    virtual int warps() const = 0;  // warps of a launch
 };
 
 }  // namespace ep

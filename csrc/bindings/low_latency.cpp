@@ -5,6 +5,7 @@
 #include "core/low_latency_args.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ep {
 namespace {
@@ -38,17 +39,11 @@ void bind_low_latency_heap(py::module_& m) {
             [](const LowLatencyHeap& heap, int topk, int warps) {
                 const LowLatencyLayout layout{heap, topk, warps, nullptr};
                 const size_t calls = (layout.size() + 1) / 2 * 2;  // aligned to 8 bytes
-                py::dict offsets;
-                offsets["size"] = calls + 4;
-                offsets["dispatch_call"] = calls;
-                offsets["combine_call"] = calls + 2;
-                offsets["counts"] = layout.counts_offset();
-                offsets["starts"] = layout.starts_offset();
-                offsets["experts"] = layout.experts_offset();
-                offsets["active"] = layout.active_offset();
-                offsets["present"] = layout.present_offset();
-                offsets["dst_rows"] = layout.dst_rows_offset();
-                return offsets;
+                return py::dict(
+                    "size"_a = calls + 4, "dispatch_call"_a = calls, "combine_call"_a = calls + 2,
+                    "counts"_a = layout.counts_offset(), "starts"_a = layout.starts_offset(),
+                    "experts"_a = layout.experts_offset(), "active"_a = layout.active_offset(),
+                    "present"_a = layout.present_offset(), "dst_rows"_a = layout.dst_rows_offset());
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
             "Returns the size of a handle and the offsets of its parts, in int32. The numbers of "

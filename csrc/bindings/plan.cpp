@@ -2,6 +2,7 @@
 #include "launch/cuda/channels.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ep {
 namespace {
@@ -10,15 +11,11 @@ template <class Roles>
 py::object warps_of(const Topology& topology, int warps, int max_self_warps) {
     const auto roles = roles_for<Roles>(topology, warps, max_self_warps);
     if (!fits(roles, warps)) return py::none();
-    py::dict counts;
-    counts["self_warps"] = roles.self_warps;
-    counts["peer_warps"] = roles.peer_warps;
-    counts["rdma_warps"] = roles.rdma_warps;
-    counts["coordinators"] = roles.coordinators();
-    counts["ranks_per_peer_warp"] = roles.ranks_per_peer_warp();
-    counts["nodes_per_rdma_warp"] = roles.nodes_per_rdma_warp();
-    counts["warps"] = roles.warps();
-    return counts;
+    return py::dict("self_warps"_a = roles.self_warps, "peer_warps"_a = roles.peer_warps,
+                    "rdma_warps"_a = roles.rdma_warps, "coordinators"_a = roles.coordinators(),
+                    "ranks_per_peer_warp"_a = roles.ranks_per_peer_warp(),
+                    "nodes_per_rdma_warp"_a = roles.nodes_per_rdma_warp(),
+                    "warps"_a = roles.warps());
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "bindings/address.h"
+#include "bindings/members.h"
 #include "bindings/module.h"
 
 namespace py = pybind11;
@@ -15,30 +15,41 @@ RouterConfig make_config(int experts, int topk, int groups, int group_topk, Scor
     return {experts, topk, groups, group_topk, score, renormalize, scaling_factor};
 }
 
-RouterForward make_forward(int64_t tokens, int dtype, Address logits, Address bias, Address padding,
-                           Address replay_ids, Address ids, Address weights,
-                           Address tokens_per_expert, Address probs, Address routing_map,
-                           Address aux_scores, Address aux_map) {
-    return {tokens,           static_cast<DType>(dtype), at<void>(logits),
-            at<float>(bias),  at<bool>(padding),         at<int64_t>(replay_ids),
-            at<int64_t>(ids), at<void>(weights),         at<int64_t>(tokens_per_expert),
-            at<void>(probs),  at<bool>(routing_map),     at<void>(aux_scores),
-            at<bool>(aux_map)};
+const auto& setters_of(const RouterForward&) {
+    using A = RouterForward;
+    static const Setters<A> setters{
+        EP_MEMBER(tokens), EP_MEMBER(dtype),       EP_MEMBER(logits),
+        EP_MEMBER(bias),   EP_MEMBER(padding),     EP_MEMBER(replay_ids),
+        EP_MEMBER(ids),    EP_MEMBER(weights),     EP_MEMBER(tokens_per_expert),
+        EP_MEMBER(probs),  EP_MEMBER(routing_map), EP_MEMBER(aux_scores),
+        EP_MEMBER(aux_map)};
+    return setters;
+}
+const auto& setters_of(const RouterBackward&) {
+    using A = RouterBackward;
+    static const Setters<A> setters{
+        EP_MEMBER(tokens),       EP_MEMBER(dtype),      EP_MEMBER(logits),
+        EP_MEMBER(padding),      EP_MEMBER(ids),        EP_MEMBER(is_replayed),
+        EP_MEMBER(grad_weights), EP_MEMBER(grad_probs), EP_MEMBER(grad_aux_scores),
+        EP_MEMBER(grad_logits)};
+    return setters;
 }
 
-RouterBackward make_backward(int64_t tokens, int dtype, Address logits, Address padding,
-                             Address ids, bool is_replayed, Address grad_weights,
-                             Address grad_probs, Address grad_aux_scores, Address grad_logits) {
-    return {tokens,
-            static_cast<DType>(dtype),
-            at<void>(logits),
-            at<bool>(padding),
-            at<int64_t>(ids),
-            is_replayed,
-            at<void>(grad_weights),
-            at<void>(grad_probs),
-            at<void>(grad_aux_scores),
-            at<void>(grad_logits)};
+// Binds a pass of the router. On: a number of threads, or a stream.
+template <class Args, class On>
+void bind_pass(py::module_& m, const char* name,
+               void (*run)(const RouterConfig&, const Args&, On)) {
+    m.def(
+        name,
+        [run](const RouterConfig& config, const py::dict& members, uint64_t on) {
+            Args args{};
+            fill(args, setters_of(args), members);
+            const py::gil_scoped_release release;
+            run(config, args, as<On>(on));
+        },
+        py::arg("config"), py::arg("members"), py::arg("on"),
+        "members: numbers, and tensors or None, by their names in router/args.h. on: the largest "
+        "number of threads, or a stream.");
 }
 
 }  // namespace
@@ -55,38 +66,11 @@ void bind_router(py::module_& m) {
              py::arg("scaling_factor"))
         .def_readonly("topk", &RouterConfig::topk);
 
-    py::class_<RouterForward>(m, "RouterForward",
-                              "Addresses of the forward pass's tensors; 0 where there is none.")
-        .def(py::init(&make_forward), py::kw_only(), py::arg("tokens"), py::arg("dtype"),
-             py::arg("logits"), py::arg("bias"), py::arg("padding"), py::arg("replay_ids"),
-             py::arg("ids"), py::arg("weights"), py::arg("tokens_per_expert"), py::arg("probs"),
-             py::arg("routing_map"), py::arg("aux_scores"), py::arg("aux_map"));
-
-    py::class_<RouterBackward>(m, "RouterBackward",
-                               "Addresses of the backward pass's tensors; 0 where there is none.")
-        .def(py::init(&make_backward), py::kw_only(), py::arg("tokens"), py::arg("dtype"),
-             py::arg("logits"), py::arg("padding"), py::arg("ids"), py::arg("is_replayed"),
-             py::arg("grad_weights"), py::arg("grad_probs"), py::arg("grad_aux_scores"),
-             py::arg("grad_logits"));
-
-    const auto release = py::call_guard<py::gil_scoped_release>();
-    m.def("router_forward_host", &router_forward_host, py::arg("config"), py::arg("tensors"),
-          py::kw_only(), py::arg("max_threads"), release);
-    m.def("router_backward_host", &router_backward_host, py::arg("config"), py::arg("tensors"),
-          py::kw_only(), py::arg("max_threads"), release);
+    bind_pass(m, "router_forward_host", router_forward_host);
+    bind_pass(m, "router_backward_host", router_backward_host);
 #if defined(MEGATRON_EP_CUDA)
-    m.def(
-        "router_forward_cuda",
-        [](const RouterConfig& config, const RouterForward& tensors, Address stream) {
-            router_forward_cuda(config, tensors, at<void>(stream));
-        },
-        py::arg("config"), py::arg("tensors"), py::kw_only(), py::arg("stream"), release);
-    m.def(
-        "router_backward_cuda",
-        [](const RouterConfig& config, const RouterBackward& tensors, Address stream) {
-            router_backward_cuda(config, tensors, at<void>(stream));
-        },
-        py::arg("config"), py::arg("tensors"), py::kw_only(), py::arg("stream"), release);
+    bind_pass(m, "router_forward_cuda", router_forward_cuda);
+    bind_pass(m, "router_backward_cuda", router_backward_cuda);
 #endif
 }
 

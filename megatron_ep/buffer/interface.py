@@ -50,6 +50,8 @@ class Backend:
 
     group: compiled group of these ranks.
     nic: sends failures to ranks of other machines; None: all ranks share memory.
+
+    aborted: returns outcome and rank of the first failure since the last reset, if this process knows of one.
     """
 
     memories: Sequence[Any]  # mapped memory of all ranks
@@ -66,6 +68,7 @@ class Backend:
 
     def __init__(self, group: _C.Group, nic: _C.SoftwareNic | None = None):
         self.group = group
+        self.aborted: Callable[[], tuple[str, int] | None] = group.aborted  # directly, because each call asks twice
         self._nic = nic
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
@@ -117,16 +120,9 @@ class Backend:
 
     # ---- failures
 
-    def aborted(self) -> tuple[str, int] | None:
-        """Returns outcome and rank of the first failure since the last reset, if this process knows of one."""
-        return self.group.aborted()
-
     def finished(self) -> bool:
         """Returns whether the last launch is known to have finished."""
         return False
-
-    def incidents(self) -> list[dict[str, Any]]:
-        return self.group.incidents()
 
     def rank_statuses(self) -> list[RankStatus]:
         """Returns the status of all reachable ranks, including those of this process. Waits for none."""
@@ -135,11 +131,6 @@ class Backend:
     def ranks_that_left(self) -> list[int]:
         """Returns the ranks of other machines that have announced that they send nothing more."""
         return self._nic.ranks_that_left() if self._nic is not None else []
-
-    def waited(self) -> list[tuple[list[int], list[int]]]:
-        """Returns, for each rank of this process, the nanoseconds that it waited for each rank, in the last call and in
-        all calls since the last reset."""
-        return self.group.waited()
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
         """Ends all waits of all reachable ranks, and publishes the reason, unless they have been ended before."""

@@ -9,25 +9,39 @@ import torch
 
 MAX_KNOWN = 256
 
+Signature = tuple[Any, ...]
 
-def key_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
+
+def signature(settings: tuple[Any, ...], x: Any, ids: Any, weights: Any, *others: Any) -> Signature | None:
     """Returns the cache key of arguments: calls with equal keys pass or fail the same checks, except those of values.
 
-    settings: arguments other than tensors; their types are part of the key, because True == 1. tensors: tensors, lists
-        of tensors, None, or invalid values in their place.
+    Its first item is whether x or weights require a gradient. None if a tensor must be converted before it is used, or
+    an argument is no tensor, such as a list of them. ids, weights and others may be None.
+
+    settings: arguments other than tensors, with the types of numbers, because True == 1.
     """
-    key: list[Hashable] = [settings, *map(type, settings)]
-    for value in tensors:
-        if value is None:  # isinstance of torch.Tensor takes as long as a tensor's key
-            key.append(None)
-        elif isinstance(value, torch.Tensor):
-            # There is no is_conj: only complex tensors can be conjugated.
-            key += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
-        elif isinstance(value, (list, tuple)):
-            key.append(key_of((), *value))
-        else:
-            key.append(value.__class__)
-    return tuple(key)
+    try:  # no loop over the tensors, because each call does this
+        if not x.is_contiguous() or x.is_neg():  # there is no is_conj: only complex tensors can be conjugated
+            return None
+        needs_gradient = x.requires_grad
+        key: Signature = (settings, x.__class__, x.dtype, x.shape, x.device, needs_gradient)
+        if ids is not None:
+            if not ids.is_contiguous() or ids.is_neg():
+                return None
+            key += (ids.__class__, ids.dtype, ids.shape, ids.device)
+        if weights is not None:
+            if not weights.is_contiguous() or weights.is_neg():
+                return None
+            needs_gradient = needs_gradient or weights.requires_grad
+            key += ("weights", weights.__class__, weights.dtype, weights.shape, weights.device)
+        for i, tensor in enumerate(others):
+            if tensor is not None:
+                if not tensor.is_contiguous() or tensor.is_neg():
+                    return None
+                key += (i, tensor.__class__, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+        return (needs_gradient and torch.is_grad_enabled(), *key)
+    except AttributeError:
+        return None
 
 
 class KnownCalls:
@@ -44,6 +58,9 @@ class KnownCalls:
             return None
 
     def add(self, key: Hashable, what: Any) -> None:
+        """Keeps what was derived from arguments, unless their key is None."""
+        if key is None:
+            return
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
         self.known[key] = what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
@@ -16,56 +16,6 @@ SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.
 
 HOST_WARPS = 1
 SEEDED_WARPS = 3  # with a seed, more warps give more interleavings
-
-
-class Call(Protocol):
-    """A dispatch or combine whose sending half was launched."""
-
-    @property
-    def received(self) -> bool: ...  # whether it was received or given up
-
-    @property
-    def was_received(self) -> bool: ...
-
-    def give_up(self) -> None: ...  # makes it an error to receive the call
-
-
-class Received:
-    """A call whose halves were launched together."""
-
-    received = was_received = True
-
-    def give_up(self) -> None: ...
-
-
-RECEIVED = Received()
-
-
-class InFlight:
-    """The last two calls of a kind: a third must not be sent before the first has been received."""
-
-    def __init__(self, kind: str):
-        self._kind = kind
-        self.first: Call = RECEIVED
-        self.last: Call = RECEIVED
-
-    def check(self) -> None:
-        """Raises ValueError if no bank is free for another call."""
-        if not self.first.received:
-            raise ValueError(
-                f"the {self._kind} before the last has not been received, must be before another {self._kind} is sent: "
-                "call the hook that it returned (two may be under way)"
-            )
-
-    def check_received(self) -> None:
-        """Raises ValueError if a call has not been received."""
-        if not (self.first.received and self.last.received):
-            raise ValueError(f"a {self._kind} is under way, must be received before: call the hook that it returned")
-
-    def give_up(self) -> None:
-        self.first.give_up()
-        self.last.give_up()
-        self.first = self.last = RECEIVED
 
 
 class LowLatencyRanks:

@@ -160,7 +160,7 @@ class RankGroup(OfOneProcess):
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """See `AnyBuffer`."""
-        last, total = zip(*self.live_backend().waited(), strict=True)
+        last, total = zip(*self.live_backend().group.waited(), strict=True)
         return {"wait_ns": torch.tensor(total, device="cpu"), "last_wait_ns": torch.tensor(last, device="cpu")}
 
     def close(self) -> None:
@@ -369,7 +369,7 @@ class RankGroup(OfOneProcess):
 
     def describe(self, outcome: str, rank: int) -> Failure:
         """Returns the failure as this rank sees it."""
-        incidents = self.live_backend().incidents()
+        incidents = self.live_backend().group.incidents()
         first = next((i for i in incidents if i["outcome"] != "aborted"), next(iter(incidents), None))
         return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
 
@@ -457,7 +457,7 @@ class RankGroup(OfOneProcess):
         self.live_backend().tell_others()  # the error may end this process
         self._is_seen = True
         cause = self._cause(outcome, rank)
-        incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
+        incidents = by_cause(self.live_backend().group.incidents(), first_rank=rank)
         lines = summarize(incidents)
         heard = self._monitor.heard if self._monitor is not None else None
         if heard is not None and heard.incident and heard.incident not in lines:

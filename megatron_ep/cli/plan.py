@@ -50,7 +50,7 @@ def make_plan(
         raise ValueError(f"hidden is {hidden}, but no ring holds a row of {row.slot_bytes} bytes: set row_bytes")
     rail = max_rail_rows(topology, rows, rows, num_tokens)
     tables = {
-        "counts and indices": 4 * heap.layout_size(num_tokens, topk),
+        "counts and indices": 4 * heap.layout(num_tokens, topk)["size"],
         f"output rows of {rows} rows": 4 * rows * topk,
         f"experts of {rail} rows that pass through": 4 * rail * topk,
     }

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
-from megatron_ep.buffer.known_calls import key_of
+from megatron_ep.buffer.known_calls import signature
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.normal import api, launches
@@ -95,25 +95,23 @@ class Routes:
     @functools.cached_property
     def rows_per_rank(self) -> torch.Tensor:
         """int32 [W], tokens received from each rank."""
-        heap, world = self.group.heap, self.group.topology.world_size
-        first = heap.received_offset(self.num_tokens, self.handle.topk)
-        return (
-            self.rank.layout[first : first + heap.channels * world].view(heap.channels, world).sum(0, dtype=torch.int32)
-        )
+        channels, world = self.group.heap.channels, self.group.topology.world_size
+        return self._counts("received", channels * world).view(channels, world).sum(0, dtype=torch.int32)
 
     @functools.cached_property
     def rows_per_expert(self) -> torch.Tensor:
         """int32 [L], rows of each local expert, not rounded up."""
-        heap = self.group.heap
-        first = heap.expert_count_offset(self.num_tokens, self.handle.topk)
-        return self.rank.layout[first : first + heap.local_experts].clone()
+        return self._counts("expert_count", self.group.num_local_experts).clone()
 
     @functools.cached_property
     def expert_starts(self) -> torch.Tensor:
         """int32 [L + 1], first row of each local expert if rows are grouped, and the end of the last one's."""
-        heap = self.group.heap
-        first = heap.expert_start_offset(self.num_tokens, self.handle.topk)
-        return self.rank.layout[first : first + heap.local_experts + 1].clone()
+        return self._counts("expert_start", self.group.num_local_experts + 1).clone()
+
+    def _counts(self, part: str, count: int) -> torch.Tensor:
+        """Returns int32 [count], a view of a part of the layout, see `_C.Heap.layout`."""
+        first = self.group.heap.layout(self.num_tokens, self.handle.topk)[part]
+        return self.rank.layout[first : first + count]
 
     @functools.cached_property
     def local_ids(self) -> torch.Tensor:
@@ -184,7 +182,7 @@ def dispatch_rows(
     with group.abort_peers_on_error():
         group.check_usable()
         values, scales = _parts(x)
-        key = key_of(("deep_ep dispatch",), values, scales, ids, weights)
+        key = signature(("deep_ep dispatch",), values, ids, weights, scales)
         if not group.known_calls.get(key):
             api.as_list("topk_idx", ids, group)
             api.check_ids([ids])
@@ -220,7 +218,7 @@ def dispatch_again(
     with group.abort_peers_on_error():
         group.check_usable()
         values, scales = _parts(x)
-        key = key_of(("deep_ep dispatch again", routes.handle.cache_key), values, scales, weights)
+        key = signature(("deep_ep dispatch again", routes.handle.cache_key), values, None, weights, scales)
         if not group.known_calls.get(key):
             _check_rows(group, values, scales, routes.num_tokens)
             _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
@@ -247,7 +245,7 @@ def combine(
     group = routes.group
     with group.abort_peers_on_error():
         group.check_usable()
-        key = key_of(("deep_ep combine", routes.handle.cache_key), x, weights, *biases)
+        key = signature(("deep_ep combine", routes.handle.cache_key), x, None, weights, *biases)
         if not group.known_calls.get(key):
             _check_combine(routes, x, weights, biases)
             group.known_calls.add(key, True)

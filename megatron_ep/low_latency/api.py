@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +10,17 @@ import torch
 
 from megatron_ep.buffer import low_latency as launches
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.buffer.low_latency import RECEIVED
+from megatron_ep.buffer.known_calls import KnownCalls, signature
 from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
-from megatron_ep.low_latency.calls import LowLatencyCalls, Pending
+from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.low_latency.checks import Checks, Limits
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
+from megatron_ep.low_latency.plans import RECEIVED, Pending
 from megatron_ep.low_latency.received import LowLatencyReceived, received_of
 from megatron_ep.normal.api import MAX_PADDED_ROWS, Tensors
-from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.one_hop import row_format
 
 
@@ -97,6 +98,7 @@ class LowLatency(MaskedRanks):
             patience = min(group.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
         self._calls = LowLatencyCalls(group, *launches.connect(group, max_tokens, largest, patience))
         self._checks = Checks(group, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
+        self._plans = KnownCalls()
 
     @property
     def memory_bytes(self) -> int:
@@ -157,43 +159,46 @@ class LowLatency(MaskedRanks):
         masks, the backward pass raises EPError if a rank was masked since the forward pass, and a call, on a GPU
         possibly a later one, raises EPMaskedError if others have masked this rank because it did not come.
         """
-        group, calls, signature = self._group, self._calls, None
-        settings = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout)
+        group, calls = self._group, self._calls
         if calls.dispatches.first is not RECEIVED:
             calls.dispatches.check()
         pending: list[Pending] | None = [] if return_recv_hook else None
-        if scales is None and recv_rows is None and recv_wait_ns is None:
-            types = (expert_alignment.__class__, expert_capacity.__class__, max_recv_tokens.__class__)  # True == 1
-            signature, plan = self._checks.find(settings + types, x, topk_weights, topk_idx)
-            backend = group._backend
+        tensors: tuple[Any, ...] = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
+        settings = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout)
+        types = (expert_alignment.__class__, expert_capacity.__class__, max_recv_tokens.__class__)
+        others = () if scales is recv_rows is recv_wait_ns is None else tensors[3:]
+        key: Any = signature(settings + types, x, topk_idx, topk_weights, *others)
+        plan, backend, inputs = self._plans.get(key), group._backend, [tensors]
+        stand_ins: Sequence[torch.Tensor] = ()
+        try:
             if plan is not None and backend is not None and backend.aborted() is None:
-                try:
-                    if self._checks.on_host:  # on a GPU the kernels check them
-                        self._checks.check_id_values([topk_idx])
-                    handle, (rows, probs, row_scales) = calls.dispatch_by_plan(
-                        backend, plan, x, topk_idx, topk_weights, pending
-                    )
-                except BaseException as error:
-                    group.abort_peers(error)
-                    raise
-                received = LowLatencyReceived(rows, row_scales, None, probs, handle)
-                return (received, pending[0].receive) if pending else received
-        out: tuple[Sequence[torch.Tensor], ...]
-        with group.abort_peers_on_error():
-            group.check_usable()
-            given, xs, weights = self._checks.check_dispatch(
-                (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns), settings, signature
-            )
-            handle = calls.new_handle(given.plan)
-            needs_gradient = need_gradient(xs, weights)
-            if not needs_gradient:
-                out = (*calls.launch_dispatch(handle, given, xs, weights, zero=False, pending=pending), ())
+                needs_gradient = key[0]
             else:
-                self._checks.check_gradient(given.plan, xs)
+                group.check_usable()
+                plan, inputs, needs_gradient = self._checks.check_dispatch(tensors, settings)
+                self._keep(key, plan, tensors, inputs[0])
+                backend = calls.backend
+            if self._checks.on_host:  # on a GPU the kernels check them
+                self._checks.check_id_values(inputs)
+            handle = LowLatencyHandle(calls, plan)
+            if not needs_gradient:
+                parts = calls.dispatch(handle, backend, inputs, pending)
+        except BaseException as error:
+            group.abort_peers(error)
+            raise
         if needs_gradient:
-            out = differentiable_dispatch(handle, given, pending, xs, weights)
-        received = received_of(handle, *out)
+            parts, stand_ins = differentiable_dispatch(handle, inputs, pending)
+        if group.takes_lists:
+            received = received_of(handle, parts, stand_ins)
+        else:
+            [(rows, probs, row_scales)] = parts
+            received = LowLatencyReceived(rows, row_scales, stand_ins[0] if stand_ins else None, probs, handle)
         return (received, pending[0].receive) if pending else received
+
+    def _keep(self, key: Any, plan: Any, given: tuple[Any, ...], taken: tuple[Any, ...]) -> None:
+        """Keeps the plan of a call whose tensors are used as they were given."""
+        if all(map(operator.is_, given, taken)):
+            self._plans.add(key, plan)
 
     def combine(
         self,
@@ -232,48 +237,45 @@ class LowLatency(MaskedRanks):
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
-        group, calls, signature = self._group, self._calls, None
+        group, calls = self._group, self._calls
         if calls.combines.first is not RECEIVED:
             calls.combines.check()
         pending: list[Pending] | None = [] if return_recv_hook else None
-        if recv_wait_ns is None and out is None and renormalize is False and isinstance(handle, LowLatencyHandle):
-            factors = topk_weights if row_weights is None else row_weights
-            how = (sum_at, handle.plan, topk_weights is None, row_weights is None)
-            signature, plan = self._checks.find(how, x, factors)
-            backend = group._backend
-            if plan is not None and backend is not None and handle.calls is calls and backend.aborted() is None:
-                try:
-                    sums = calls.combine_by_plan(backend, plan, handle, x, factors, pending)
-                except BaseException as error:
-                    group.abort_peers(error)
-                    raise
-                return (sums, pending[0].receive) if pending else sums
-        y: Sequence[torch.Tensor]
-        with group.abort_peers_on_error():
-            group.check_usable()
-            if not isinstance(handle, LowLatencyHandle) or handle.calls is not calls:
-                raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
-            handle.check()
-            weights = _weights_at(sum_at, topk_weights, row_weights)
-            tensors, settings = (x, weights, out, recv_wait_ns), (sum_at, renormalize)
-            given, xs, factors = self._checks.check_combine(handle, tensors, settings, signature)
-            needs_gradient = need_gradient(xs, factors)
-            if given.out is not None and (needs_gradient or need_gradient(given.out)):
-                raise ValueError("out must not be given where a gradient is needed")
-            if renormalize:
-                self._check_renormalize(factors, sum_at, needs_gradient)
+        factors = topk_weights if row_weights is None else row_weights
+        key: Any = None
+        if is_own := isinstance(handle, LowLatencyHandle) and handle.calls is calls:
+            how = (sum_at, topk_weights is None, row_weights is None, renormalize, renormalize.__class__)
+            others = () if out is recv_wait_ns is None else (out, recv_wait_ns)
+            key = signature((handle.plan, *how), x, None, factors, *others)
+        tensors: tuple[Any, ...] = (x, None, factors, out, recv_wait_ns)
+        plan, backend, inputs = self._plans.get(key), group._backend, [tensors]
+        try:
+            if plan is not None and backend is not None and backend.aborted() is None:
+                needs_gradient = key[0]
+            else:
+                group.check_usable()
+                if not is_own:
+                    raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
+                handle.check()
+                _check_weights_at(sum_at, topk_weights, row_weights)
+                plan, inputs, needs_gradient = self._checks.check_combine(handle, tensors, sum_at, renormalize)
+                if renormalize:
+                    self._check_renormalize(factors, sum_at, needs_gradient)
+                self._keep(key, plan, tensors, inputs[0])
+                backend = calls.backend
             if not needs_gradient:
-                y, _ = calls.launch_combine(handle, given, xs, weights=factors, pending=pending)
+                parts = calls.combine(handle, backend, plan, inputs, pending)
+        except BaseException as error:
+            group.abort_peers(error)
+            raise
         if needs_gradient:
-            y = differentiable_combine(handle, given, pending, xs, factors)
-        sums = list(y) if group.takes_lists else y[0]
+            parts = differentiable_combine(handle, plan, inputs, pending)
+        sums = [y for y, *_ in parts] if group.takes_lists else parts[0][0]
         return (sums, pending[0].receive) if pending else sums
 
 
-def _weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> Tensors | None:
-    """Returns the weights that combine uses. Raises ValueError if those of the other sum_at are given."""
+def _check_weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> None:
+    """Raises ValueError if the weights of the other sum_at are given."""
     used, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
-    given = {"topk_weights": topk_weights, "row_weights": row_weights}
-    if given[other] is not None:
+    if {"topk_weights": topk_weights, "row_weights": row_weights}[other] is not None:
         raise ValueError(f"{other} is given, must be None with {used} and sum_at={sum_at!r}")
-    return given[used]

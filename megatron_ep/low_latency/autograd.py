@@ -1,53 +1,72 @@
 """Autograd functions of low-latency dispatch and combine, on checked arguments. Calls without a gradient do not use
 them, because torch would take longer.
 
-Tensors are the rows of each rank of this process, followed by the weights of each, if any. pending: a list to which the
-call is appended; None: it is received immediately.
+`tensors` are the rows of each rank of this process, followed by the weights of each, if any; `run` launches a call of
+them, and returns what each rank receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from megatron_ep.low_latency.calls import Pending
+from megatron_ep.low_latency.calls import CombineInputs, DispatchInputs, Received
 from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.low_latency.plans import CombineArguments, DispatchArguments
+from megatron_ep.low_latency.plans import CombinePlan, Pending
 from megatron_ep.normal.autograd import in_memory
+from megatron_ep.normal.launches import gradient_of_rows, gradient_of_weights
+from megatron_ep.normal.plan import at
 
-Tensors = Sequence[torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]
+Run = Callable[[], Sequence[tuple[torch.Tensor | None, ...]]]
 
 
 def differentiable_dispatch(
-    handle: LowLatencyHandle,
-    given: DispatchArguments,
-    pending: list[Pending] | None,
-    x: Tensors,
-    weights: Tensors | None,
-) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-    """Returns rows, with zeros for those without a token, probs, scales, and tensors that receive the gradient of
-    float8 rows (straight through): one of each per rank, or none."""
-    n, out = len(x), DispatchFunction.apply(handle, given, pending, *x, *(weights or ()))
+    handle: LowLatencyHandle, inputs: Sequence[DispatchInputs], pending: list[Pending] | None
+) -> tuple[list[Received], Tensors]:
+    """Returns what each rank receives, with zeros in rows without a token, and tensors that receive the gradient of
+    float8 rows (straight through), if there are any."""
+    run = functools.partial(handle.calls.dispatch, handle, handle.calls.backend, inputs, pending, zero=True)
+    x, weights = [given[0] for given in inputs], [given[2] for given in inputs]
+    *parts, stand_ins = _by_kind(DispatchFunction.apply(handle, run, *_given(x, weights)), len(inputs), weights, handle)
+    return list(zip(*parts, strict=True)), stand_ins
+
+
+def _by_kind(out: Tensors, n: int, weights: Sequence[Any], handle: LowLatencyHandle) -> list[Any]:
+    """Returns rows, probs, scales and stand-ins of all ranks, from those that there are."""
     parts = [out[i : i + n] for i in range(0, len(out), n)]
-    rows, probs = parts.pop(0), parts.pop(0) if weights is not None else ()
-    scales = parts.pop(0) if given.plan.float8 is not None else ()
-    return rows, probs, scales, parts.pop() if parts else ()
+    rows, nothing = parts.pop(0), (None,) * n
+    probs = nothing if weights[0] is None else parts.pop(0)
+    scales = nothing if handle.plan.float8 is None else parts.pop(0)
+    return [rows, probs, scales, parts.pop() if parts else ()]
 
 
 def differentiable_combine(
-    handle: LowLatencyHandle,
-    given: CombineArguments,
-    pending: list[Pending] | None,
-    x: Tensors,
-    weights: Tensors | None,
-) -> Tensors:
-    """Returns the sums of each rank."""
-    if weights is None:
-        return CombineFunction.apply(handle, given, pending, *x)
-    return WeightedCombineFunction.apply(handle, given, pending, *x, *weights)
+    handle: LowLatencyHandle, plan: CombinePlan, inputs: Sequence[CombineInputs], pending: list[Pending] | None
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns (sums, None) of each rank."""
+    run = functools.partial(handle.calls.combine, handle, handle.calls.backend, plan, inputs, pending)
+    x, weights = [given[0] for given in inputs], [given[2] for given in inputs]
+    if weights[0] is None:
+        sums = CombineFunction.apply(handle, run, *x)
+    else:
+        sums = WeightedCombineFunction.apply(handle, run, plan.sum_at_expert, *x, *weights)
+    return [(y, None) for y in sums]
+
+
+def _given(*lists: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensors in lists for tensor in tensors if tensor is not None]
+
+
+def _launched(handle: LowLatencyHandle, run: Run) -> Tensors:
+    """Returns the results of a call: those of all ranks of one kind, then of the next."""
+    with handle.group.abort_peers_on_error():
+        return tuple(_given(*zip(*run(), strict=True)))
 
 
 class DispatchFunction(Function):
@@ -57,30 +76,20 @@ class DispatchFunction(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        given: DispatchArguments,
-        pending: list[Pending] | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        n = len(handle.layouts)
-        ctx.handle, ctx.is_float8, ctx.has_probs = handle, given.plan.float8 is not None, len(tensors) > n
+    def forward(ctx: Any, handle: LowLatencyHandle, run: Run, *tensors: torch.Tensor) -> Tensors:
+        n = len(handle.plan.num_tokens)
+        ctx.handle, ctx.is_float8, ctx.has_probs = handle, handle.plan.float8 is not None, len(tensors) > n
         becomes_float8 = ctx.is_float8 and tensors[0].dtype != torch.float8_e4m3fn
-        ctx.straight_through = becomes_float8 and any(ctx.needs_input_grad[3 : 3 + n])
-        with handle.group.abort_peers_on_error():
-            out, probs, out_scales = handle.calls.launch_dispatch(
-                handle, given, tensors[:n], tensors[n:] or None, zero=True, pending=pending
-            )
-        stand_ins = []
+        ctx.straight_through = becomes_float8 and any(ctx.needs_input_grad[2 : 2 + n])
+        out = _launched(handle, run)
         if ctx.is_float8:
-            ctx.mark_non_differentiable(*out, *out_scales)
+            ctx.mark_non_differentiable(*out[:n], *out[-n:])
             if ctx.straight_through:
-                stand_ins = [tensors[0].new_empty(()).expand_as(rows) for rows in out]
-        return (*out, *probs, *out_scales, *stand_ins)
+                out += tuple(tensors[0].new_empty(()).expand_as(rows) for rows in out[:n])
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         n, no_x_grads = len(ctx.handle.layouts), 0
         if ctx.is_float8:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
@@ -90,99 +99,80 @@ class DispatchFunction(Function):
             grads = (*rows, *probs)
         with ctx.handle.group.abort_peers_on_error("dispatch"):
             back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
-        return (*(None,) * (3 + no_x_grads), *back[no_x_grads:])
+        return (*(None,) * (2 + no_x_grads), *back[no_x_grads:])
 
 
 class CombineFunction(Function):
     """Combines (rows, values) of each rank to (sums, values [T, K])."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        given: CombineArguments,
-        pending: list[Pending] | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, handle: LowLatencyHandle, run: Run, *tensors: torch.Tensor) -> Tensors:
         ctx.handle = handle
-        n = len(handle.layouts)
-        with handle.group.abort_peers_on_error():
-            y, y_values = handle.calls.launch_combine(
-                handle, given, tensors[:n], values=tensors[n:] or None, pending=pending
-            )
-        return (*y, *y_values)
+        return _launched(handle, run)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         with ctx.handle.group.abort_peers_on_error("combine"):
-            return (None, None, None, *spread(ctx.handle, grads))
+            return (None, None, *spread(ctx.handle, grads))
 
 
 class WeightedCombineFunction(Function):
     """Combines (rows, weights) of each rank to sums; there is one weight per row, or [T, K] of the tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        given: CombineArguments,
-        pending: list[Pending] | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.sum_at_expert = handle, given.plan.sum_at_expert
+    def forward(ctx: Any, handle: LowLatencyHandle, run: Run, sum_at_expert: bool, *tensors: torch.Tensor) -> Tensors:
+        ctx.handle, ctx.sum_at_expert = handle, sum_at_expert
         ctx.save_for_backward(*tensors)
-        n = len(handle.layouts)
-        with handle.group.abort_peers_on_error():
-            y, _ = handle.calls.launch_combine(handle, given, tensors[:n], weights=tensors[n:], pending=pending)
-        return tuple(y)
+        return _launched(handle, run)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         with ctx.handle.group.abort_peers_on_error("combine"):
-            return WeightedCombineFunction._backward(ctx, grads)
+            return (None, None, None, *WeightedCombineFunction._backward(ctx, grads))
 
     @staticmethod
-    def _backward(ctx: Any, grads: Tensors) -> tuple[torch.Tensor | None, ...]:
-        handle = ctx.handle
-        n = len(handle.layouts)
-        saved = ctx.saved_tensors
+    def _backward(ctx: Any, grads: Tensors) -> Gradients:
+        handle, n, saved = ctx.handle, len(ctx.handle.layouts), ctx.saved_tensors
         x, weights = saved[:n], saved[n:]
         back = spread(handle, (*grads, *(() if ctx.sum_at_expert else weights)))
         rows, row_weights = back[:n], weights if ctx.sum_at_expert else back[n:]
         is_row = [handle.is_row(i).view(x[0].shape[:-1]) for i in range(n)]
-        x_grads, products = [], []
-        for i in range(n):
-            zero = row_weights[i].new_zeros(())
-            factors = torch.where(is_row[i], row_weights[i], zero).unsqueeze(-1)
-            x_grads.append((rows[i] * factors).to(x[i].dtype))
-            products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=-1), zero))
+        parts = list(zip(x, row_weights, rows, is_row, strict=True))
+        x_grads, products = [gradient_of_rows(*part) for part in parts], [gradient_of_weights(*part) for part in parts]
         if ctx.sum_at_expert or not any(ctx.needs_input_grad[3 + n :]):
-            return (None, None, None, *x_grads, *products)
+            return (*x_grads, *products)
         # Each product is sent to the rank of its token, with rows without elements.
         nothing = [grad.new_empty(*grad.shape[:-1], 0) for grad in x_grads]
-        weight_grads = bring_back(handle, [*nothing, *products])[n:]
-        return (None, None, None, *x_grads, *weight_grads)
+        return (*x_grads, *bring_back(handle, [*nothing, *products])[n:])
 
 
-def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> Tensors:
     """Sends tensors of a dispatch's tokens to their rows; other rows are zeros."""
     n, ids, plan = len(handle.layouts), handle.sent_ids(), handle.plan
-    again = handle.calls.plan(
-        tensors[:n],
+    sent = [in_memory(tensor) for tensor in tensors]
+    x, weights = sent[:n], sent[n:]
+    of_these = handle.calls.plan(
+        x,
         handle.topk,
         ids[0].element_size(),
-        tensors[n:] or None,
+        weights or None,
         None,
         masked=plan.masked,
         expert_alignment=plan.expert_alignment,
         rows=plan.rows,
     )
-    given = DispatchArguments(again, ids)
-    return DispatchFunction.apply(handle.again(again), given, None, *(in_memory(tensor) for tensor in tensors))
+    inputs = [(x[i], ids[i], at(weights, i), None, None, None) for i in range(n)]
+    made = handle.for_plan(of_these)
+    run = functools.partial(handle.calls.dispatch, made, handle.calls.backend, inputs, None, zero=True)
+    return DispatchFunction.apply(made, run, *sent)
 
 
-def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> Tensors:
     """Sums tensors of a dispatch's rows at their tokens; values of rows return as [T, K]."""
-    values = tensors[len(handle.layouts)] if len(tensors) > len(handle.layouts) else None
-    plan = handle.calls.plan_combine(handle, tensors[0], values, sum_at_expert=False, renormalize=False)
-    return CombineFunction.apply(handle.in_backward(), CombineArguments(plan), None, *tensors)
+    n = len(handle.layouts)
+    x, values = tensors[:n], tensors[n:]
+    plan = handle.calls.plan_combine(handle, x[0], at(values, 0), sum_at_expert=False, renormalize=False)
+    inputs = [(x[i], at(values, i), None, None, None) for i in range(n)]
+    same = handle.in_backward()
+    run = functools.partial(handle.calls.combine, same, handle.calls.backend, plan, inputs, None)
+    return CombineFunction.apply(same, run, *tensors)

@@ -1,4 +1,4 @@
-"""The launches of the halves of low-latency calls.
+"""The launches of low-latency calls.
 
 A call launches its sending half immediately, and its receiving half with it or, when the caller calls the hook, by
 `Pending.receive`.
@@ -13,14 +13,13 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members
-from megatron_ep.buffer.low_latency import RECEIVE, RECEIVED, SEND, Call, InFlight, LowLatencyRanks
+from megatron_ep.buffer.low_latency import SEND, LowLatencyRanks
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, DispatchArguments, DispatchPlan
+from megatron_ep.low_latency.plans import RECEIVED, CombinePlan, DispatchPlan, InFlight, Pending
 from megatron_ep.low_latency.rows import Float8, aligned_column
 from megatron_ep.normal.one_hop import fill_with_zeros, row_format
-from megatron_ep.normal.plan import at
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
@@ -32,58 +31,21 @@ COMBINE_GIVEN = (
     *("recv_wait_ns", "required"),
 )
 
-
-class Pending:
-    """A call whose receiving half can be launched.
-
-    given: members of the launch, which keep its tensors. stream: the stream on which they were created.
-    """
-
-    def __init__(self, calls: LowLatencyCalls, call: _C.Call, given: tuple[Any, ...], stream: int):
-        # A received call keeps no references, because `calls` keeps the call: a reference cycle would be freed by the
-        # collector at any time, for example while a CUDA graph is captured.
-        self._rest: tuple[Any, ...] | None = (calls, call, given, stream)
-        self._given_up = False
-
-    @property
-    def received(self) -> bool:
-        return self._rest is None
-
-    @property
-    def was_received(self) -> bool:
-        return self._rest is None and not self._given_up
-
-    def receive(self) -> None:
-        """Launches the receiving half. Raises ValueError if called twice, or after a reset."""
-        if self._given_up:
-            raise ValueError(
-                "the hook of a low-latency call was called after the buffer's reset, must be called before"
-            )
-        if self._rest is None:
-            raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        calls, call, given, made_on = self._rest
-        group: RankGroup = calls.group
-        try:
-            backend = group.live_backend()
-            if backend.aborted() is not None:
-                group.check_usable()
-            stream = backend.current_stream()
-            if made_on != stream:
-                backend.keep_for_launch([part for part in given if isinstance(part, torch.Tensor)], made_on)
-            backend.launch(calls.ranks.group, call, RECEIVE, stream, given, calls.ranks)
-            self._rest = None
-            calls.check_launched(backend)
-        except BaseException as error:
-            group.abort_peers(error)
-            raise
-
-    def give_up(self) -> None:
-        if self._rest is not None:
-            self._rest, self._given_up = None, True
+Tensor = torch.Tensor
+Maybe = Tensor | None
+# The tensors of a rank: x, topk_idx, topk_weights, scales, recv_rows and recv_wait_ns of a dispatch; x, values,
+# weights, out and recv_wait_ns of a combine, where values travel with the rows, and weights multiply them.
+DispatchInputs = tuple[Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
+CombineInputs = tuple[Tensor, Maybe, Maybe, Maybe, Maybe]
+Received = tuple[Tensor, Maybe, Maybe]  # rows, their weights and scales
 
 
 class LowLatencyCalls:
-    """Launches low-latency calls with checked arguments on the ranks of this process."""
+    """Launches low-latency calls with checked arguments on the ranks of this process.
+
+    Inputs and results are those of each rank. pending: a list to which the call is appended; None: it is received
+    immediately.
+    """
 
     def __init__(self, group: RankGroup, ranks: LowLatencyRanks, masks: Masks | None):
         self.group = group
@@ -92,17 +54,6 @@ class LowLatencyCalls:
         self.resets = 0
         self.dispatches, self.combines = InFlight("dispatch"), InFlight("combine")
         self.backend.attach(self)
-
-    @property
-    def plans_calls(self) -> bool:
-        """Whether the plan of a call is used again without its checks: without masks, in a process with one rank."""
-        return self.masks is None and not self.group.takes_lists
-
-    def new_handle(self, plan: DispatchPlan, forward: LowLatencyHandle | None = None) -> LowLatencyHandle:
-        """Returns a handle for one dispatch."""
-        size, device = plan.offsets["size"], self.group.device
-        layouts = [torch.empty(size, dtype=torch.int32, device=device) for _ in plan.num_tokens]
-        return LowLatencyHandle(self, plan, layouts, self.backend.current_stream(), forward)
 
     def check_received(self) -> None:
         """Raises ValueError if a call has not been received."""
@@ -134,10 +85,10 @@ class LowLatencyCalls:
 
     def plan(
         self,
-        x: Sequence[torch.Tensor],
+        x: Sequence[Tensor],
         topk: int,
         index_bytes: int,
-        weights: Sequence[torch.Tensor] | None,
+        weights: Sequence[Tensor] | None,
         float8: Float8 | None,
         *,
         masked: bool,
@@ -168,76 +119,14 @@ class LowLatencyCalls:
             rows=rows,
             shape=shape,
             out_shape=(*shape, hidden),
-            hidden=hidden,
             dtype=dtype,
             float8=float8,
             offsets=self.ranks.offsets(topk),
             call=self.ranks.group.dispatch(row, self._members(num_tokens, rows, members), DISPATCH_GIVEN),
         )
 
-    def launch_dispatch(
-        self,
-        handle: LowLatencyHandle,
-        given: DispatchArguments,
-        x: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor] | None,
-        *,
-        zero: bool,
-        pending: list[Pending] | None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Dispatches x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales, if there are any.
-
-        zero: whether rows without a token are zeros. pending: receives the call; None: it is received immediately.
-        """
-        self.dispatches.check()
-        backend, counters, parts, members = self.backend, given.counters or {}, [], tuple[Any, ...]()
-        for i in range(len(handle.layouts)):
-            tensors = (x[i], given.ids[i], at(weights, i), at(given.scales, i))
-            counts = (at(counters.get("recv_rows"), i), at(counters.get("recv_wait_ns"), i))
-            part, of_rank = self.dispatch_arguments(
-                backend, given.plan, handle.layouts[i], *tensors, *counts, self._required(handle, i), zero
-            )
-            parts.append(part)
-            members += of_rank
-        handle.call = self.send(self.dispatches, backend, given.plan.call, backend.current_stream(), members, pending)
-        out, out_weights, out_scales = ([t for t in of if t is not None] for of in zip(*parts, strict=True))
-        return out, out_weights, out_scales
-
-    def dispatch_arguments(
-        self,
-        backend: Backend,
-        plan: DispatchPlan,
-        layout: torch.Tensor,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None = None,
-        recv_rows: torch.Tensor | None = None,
-        recv_wait_ns: torch.Tensor | None = None,
-        required: torch.Tensor | None = None,
-        zero: bool = False,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[Any, ...]]:
-        """Allocates one rank's rows, weights and scales, and returns them with the launch arguments."""
-        out = backend.new_output(plan.out_shape, plan.dtype)
-        out_weights = out_scales = None
-        if weights is not None:
-            out_weights = backend.new_output(plan.shape, weights.dtype)
-        if plan.float8 is not None:
-            out_scales = plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero)
-        if zero:
-            fill_with_zeros(out, out_weights)
-        call = layout.data_ptr() + 4 * plan.offsets["dispatch_call"]
-        given = (layout, call, ids, x, scales, weights, out, out_scales, out_weights, recv_rows, recv_wait_ns, required)
-        return (out, out_weights, out_scales), given
-
     def plan_combine(
-        self,
-        handle: LowLatencyHandle,
-        x: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        sum_at_expert: bool,
-        renormalize: bool,
+        self, handle: LowLatencyHandle, x: Tensor, values: Maybe, *, sum_at_expert: bool, renormalize: bool
     ) -> CombinePlan:
         """Returns the plan of a combine with tensors like these of one rank, for handles of the same dispatch plan."""
         plan = handle.plan
@@ -253,108 +142,85 @@ class LowLatencyCalls:
             for i, tokens in enumerate(num_tokens)
         ]
 
-    def launch_combine(
+    def dispatch(
         self,
         handle: LowLatencyHandle,
-        given: CombineArguments,
-        x: Sequence[torch.Tensor],
-        *,
-        values: Sequence[torch.Tensor] | None = None,
-        weights: Sequence[torch.Tensor] | None = None,
+        backend: Backend,
+        inputs: Sequence[DispatchInputs],
         pending: list[Pending] | None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        *,
+        zero: bool = False,
+    ) -> list[Received]:
+        """Dispatches x [T, H] and topk_weights [T, K] to [*rows, H], [*rows], and scales, if there are any.
+
+        handle: a new one, which gets its layouts. zero: whether rows without a token are zeros.
+        """
+        plan, stream = handle.plan, backend.current_stream()
+        size, call_offset = plan.offsets["size"], 4 * plan.offsets["dispatch_call"]
+        handle.made_on, parts, given = stream, list[Received](), tuple[Any, ...]()
+        for x, ids, weights, scales, recv_rows, recv_wait_ns in inputs:
+            layout = torch.empty(size, dtype=torch.int32, device=self.group.device)
+            out, probs, out_scales = backend.new_output(plan.out_shape, plan.dtype), None, None
+            if weights is not None:
+                probs = backend.new_output(plan.shape, weights.dtype)
+            if plan.float8 is not None:
+                out_scales = plan.float8.new_scales(plan.out_shape, backend, zero=zero)
+            if zero:
+                fill_with_zeros(out, probs)
+            required = None if handle.forward is None else self._required(handle.forward, backend, len(parts))
+            handle.layouts.append(layout)
+            parts.append((out, probs, out_scales))
+            given += (layout, layout.data_ptr() + call_offset, ids, x, scales, weights, out, out_scales, probs)
+            given += (recv_rows, recv_wait_ns, required)
+        handle.call = self._launch(self.dispatches, backend, plan.call, stream, given, pending)
+        return parts
+
+    def combine(
+        self,
+        handle: LowLatencyHandle,
+        backend: Backend,
+        plan: CombinePlan,
+        inputs: Sequence[CombineInputs],
+        pending: list[Pending] | None,
+    ) -> list[tuple[Tensor, Maybe]]:
         """Combines x [*rows, H] to sums [T, H], and returns values [*rows] as [T, K].
 
         weights: weights of rows if the plan sums at the expert, else of tokens.
         """
-        handle.check()
-        handle.check_received()
-        self.combines.check()
-        backend, plan, parts, members = self.backend, given.plan, [], tuple[Any, ...]()
-        backend.keep_for_launch(handle.layouts, handle.made_on)
-        wait_ns, has_hook = (given.counters or {}).get("recv_wait_ns"), pending is not None
-        for i in range(len(handle.layouts)):
-            tensors = (x[i], at(values, i), at(weights, i), has_hook, at(given.out, i), at(wait_ns, i))
-            part, of_rank = self.combine_arguments(backend, plan, handle, i, *tensors, self._required(handle, i))
-            parts.append(part)
-            members += of_rank
-        self.send(self.combines, backend, plan.call, backend.current_stream(), members, pending)
-        return [y for y, _ in parts], [y_values for _, y_values in parts if y_values is not None]
-
-    def combine_arguments(
-        self,
-        backend: Backend,
-        plan: CombinePlan,
-        handle: LowLatencyHandle,
-        rank: int,
-        x: torch.Tensor,
-        values: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        has_hook: bool,
-        out: torch.Tensor | None = None,
-        recv_wait_ns: torch.Tensor | None = None,
-        required: torch.Tensor | None = None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[Any, ...]]:
-        """Allocates one rank's sums and values, and returns them with the launch arguments."""
-        tokens, layout = handle.plan.num_tokens[rank], handle.layouts[rank]
-        y = backend.new_output((tokens, x.shape[-1]), x.dtype) if out is None else out
-        y_values = None
-        if values is not None:
-            y_values = torch.empty(tokens, handle.plan.topk, dtype=values.dtype, device=x.device)
-        if has_hook:  # two combines of the same dispatch may be in flight
-            call: Any = torch.empty(1, dtype=torch.int64, device=x.device)
-        else:
-            call = layout.data_ptr() + 4 * handle.plan.offsets["combine_call"]
-        of_rows, of_tokens = (weights, None) if plan.sum_at_expert else (None, weights)
-        return (y, y_values), (layout, call, x, values, of_rows, of_tokens, y, y_values, recv_wait_ns, required)
-
-    def _required(self, handle: LowLatencyHandle, i: int) -> torch.Tensor | None:
-        """Returns the ranks that must not have been masked since the forward pass; None without masks."""
-        if self.masks is None or handle.forward is None:
-            return None
-        self.backend.keep_for_launch(handle.forward.layouts, handle.forward.made_on)
-        return handle.forward.active(i)
-
-    def dispatch_by_plan(
-        self,
-        backend: Backend,
-        plan: DispatchPlan,
-        x: Any,
-        ids: Any,
-        weights: Any,
-        pending: list[Pending] | None,
-    ) -> tuple[LowLatencyHandle, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-        """Dispatches like `launch_dispatch`, for one rank, without counters and masks. Returns handle, rows, their
-        weights and scales."""
-        stream = backend.current_stream()
-        layout = torch.empty(plan.offsets["size"], dtype=torch.int32, device=self.group.device)
-        handle = LowLatencyHandle(self, plan, [layout], stream)
-        parts, given = self.dispatch_arguments(backend, plan, layout, x, ids, weights)
-        handle.call = self.send(self.dispatches, backend, plan.call, stream, given, pending)
-        return handle, parts
-
-    def combine_by_plan(
-        self,
-        backend: Backend,
-        plan: CombinePlan,
-        handle: LowLatencyHandle,
-        x: Any,
-        weights: Any,
-        pending: list[Pending] | None,
-    ) -> torch.Tensor:
-        """Combines like `launch_combine`, with the restrictions of `dispatch_by_plan`. Returns the sums."""
         if handle.resets != self.resets:
             handle.check()
         if handle.call is not RECEIVED:
             handle.check_received()
-        stream = backend.current_stream()
+        stream, made_by = backend.current_stream(), handle.plan
         if handle.made_on != stream:
             backend.keep_for_launch(handle.layouts, handle.made_on)
-        parts, given = self.combine_arguments(backend, plan, handle, 0, x, None, weights, pending is not None)
-        self.send(self.combines, backend, plan.call, stream, given, pending)
-        return parts[0]
+        parts, given = list[tuple[Tensor, Maybe]](), tuple[Any, ...]()
+        call: Any
+        for x, values, weights, out, recv_wait_ns in inputs:
+            i = len(parts)
+            layout, tokens = handle.layouts[i], made_by.num_tokens[i]
+            y, y_values = backend.new_output((tokens, x.shape[-1]), x.dtype) if out is None else out, None
+            if values is not None:
+                y_values = torch.empty(tokens, made_by.topk, dtype=values.dtype, device=x.device)
+            if pending is None:
+                call = layout.data_ptr() + 4 * made_by.offsets["combine_call"]
+            else:  # two combines of the same dispatch may be in flight
+                call = torch.empty(1, dtype=torch.int64, device=x.device)
+            required = None if handle.forward is None else self._required(handle.forward, backend, i)
+            of_rows, of_tokens = (weights, None) if plan.sum_at_expert else (None, weights)
+            parts.append((y, y_values))
+            given += (layout, call, x, values, of_rows, of_tokens, y, y_values, recv_wait_ns, required)
+        self._launch(self.combines, backend, plan.call, stream, given, pending)
+        return parts
 
-    def send(
+    def _required(self, forward: LowLatencyHandle, backend: Backend, i: int) -> Maybe:
+        """Returns the ranks that must not have been masked since the forward pass; None without masks."""
+        if self.masks is None:
+            return None
+        backend.keep_for_launch(forward.layouts, forward.made_on)
+        return forward.active(i)
+
+    def _launch(
         self,
         in_flight: InFlight,
         backend: Backend,
@@ -362,16 +228,17 @@ class LowLatencyCalls:
         stream: int,
         given: tuple[Any, ...],
         pending: list[Pending] | None,
-    ) -> Call:
-        """Launches a call."""
-        ranks = self.ranks
-        sent: Call = RECEIVED
-        if pending is not None:
-            sent = Pending(self, call, given, stream)
-            backend.launch(ranks.group, call, SEND, stream, given, ranks)
-            pending.append(sent)
+    ) -> Pending:
+        """Launches a call, or its sending half."""
+        if in_flight.first is not RECEIVED:
+            in_flight.check()
+        sent = RECEIVED
+        if pending is None:
+            self.ranks.launch(backend, call, stream, given)
         else:
-            ranks.launch(backend, call, stream, given)
+            sent = Pending(self, call, given, stream)
+            backend.launch(self.ranks.group, call, SEND, stream, given, self.ranks)
+            pending.append(sent)
         if self.masks is not None or backend.aborted() is not None:
             self.check_launched(backend)
         if sent is not in_flight.last:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.known_calls import KnownCalls, key_of
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
+from megatron_ep.low_latency.plans import CombinePlan, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, float8_of
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
@@ -28,8 +27,10 @@ from megatron_ep.normal.api import (
     check_ids,
     check_payload,
     check_weights,
+    listed,
     weight_dtype,
 )
+from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.one_hop import row_format
 
 LAYOUTS = ("masked", "grouped")
@@ -50,73 +51,34 @@ class Limits:
 
 
 class Checks:
-    """Checks arguments, and caches the keys of valid ones, because a model repeats its calls."""
+    """Checks the arguments of a LowLatency's calls, and makes their plans."""
 
     def __init__(self, group: RankGroup, limits: Limits, calls: LowLatencyCalls):
         self._group = group
         self._limits = limits
         self._calls = calls
-        self._plans = KnownCalls()
         self.on_host = group.device.type == "cpu"
 
-    def _listed(self, value: Any) -> list[torch.Tensor]:
-        """Returns checked tensors as a list."""
-        return list(value) if self._group.takes_lists else [value]
-
-    def _counters(self, **given: Tensors | None) -> Counters:
-        """Returns checked counters as lists."""
-        return {name: self._listed(value) for name, value in given.items() if value is not None}
-
     def check_dispatch(
-        self, tensors: tuple[Any, ...], settings: tuple[Any, ...], signature: tuple[Any, ...] | None
-    ) -> tuple[DispatchArguments, list[torch.Tensor], list[torch.Tensor] | None]:
-        """Returns checked arguments, x, and topk_weights, one tensor per rank of this process. tensors, settings: see
-        `_plan_dispatch`."""
-        x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
-        key = key_of(settings, *tensors)
-        plan: DispatchPlan | None
-        plan, is_as_taken = self._plans.get(key) or (None, False)
-        if not is_as_taken:
-            x, topk_idx, scales = as_taken(x), as_taken(topk_idx), as_taken(scales)
-            topk_weights = as_taken(topk_weights, torch.float32)
-            tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
-            if plan is None:
-                plan = self._plan_dispatch(*tensors, *settings)
-                is_as_taken = key == key_of(settings, *tensors)
-                self._plans.add(key, (plan, is_as_taken))
-                if signature is not None and is_as_taken and self._calls.plans_calls:
-                    self._plans.add(signature, plan)
-        assert plan is not None
-        listed = self._listed
-        ids = listed(topk_idx)
-        if self.on_host:
-            self.check_id_values(ids)
-        counters = None
-        if recv_rows is not None or recv_wait_ns is not None:
-            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-        given = DispatchArguments(plan, ids, None if scales is None else listed(scales), counters)
-        return given, listed(x), None if topk_weights is None else listed(topk_weights)
+        self, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+    ) -> tuple[DispatchPlan, list[tuple[Any, ...]], bool]:
+        """Returns the plan, each rank's tensors as they are used, and whether a gradient is needed. Raises ValueError
+        for invalid arguments; values of topk_idx are not checked."""
+        x, topk_idx, topk_weights, scales, *counters = tensors
+        taken = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales), *counters)
+        plan = self._plan_dispatch(*taken, *settings)
+        xs, weights = listed(taken[0], self._group), listed(taken[2], self._group)
+        needs_gradient = need_gradient(xs, weights)
+        if needs_gradient:
+            self._check_gradient(plan, xs)
+        return plan, self._of_ranks(taken), needs_gradient
 
-    def find(self, how: tuple[Any, ...], x: Any, weights: Any, ids: Any = None) -> tuple[tuple[Any, ...] | None, Any]:
-        """Returns the key of a call of one rank whose tensors are used as they are and need no gradient, and its plan
-        once such a call was checked. The key is None for other calls. how: what else the plan depends on."""
-        try:
-            if not x.is_contiguous() or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
-                return None, None
-            key: tuple[Any, ...] = (how, x.__class__, x.dtype, x.shape, x.device)
-            if ids is not None:
-                if not ids.is_contiguous() or ids.is_neg():
-                    return None, None
-                key += (ids.__class__, ids.dtype, ids.shape, ids.device)
-            if weights is not None:
-                if not weights.is_contiguous() or weights.is_neg():
-                    return None, None
-                if weights.requires_grad and torch.is_grad_enabled():
-                    return None, None
-                key += ("weights", weights.__class__, weights.dtype, weights.shape, weights.device)
-            return key, self._plans.known.get(key)
-        except (AttributeError, TypeError):  # a list of tensors, or an argument that is invalid
-            return None, None
+    def _of_ranks(self, tensors: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Returns the tensors of each rank of this process."""
+        if not self._group.takes_lists:
+            return [tensors]
+        ranks = range(len(self._group.ranks))
+        return [tuple(None if value is None else value[i] for value in tensors) for i in ranks]
 
     def _plan_dispatch(
         self,
@@ -133,7 +95,6 @@ class Checks:
         fp8: str | None,
         scale_layout: str,
     ) -> DispatchPlan:
-        """Returns the plan. Raises ValueError for invalid arguments; values of topk_idx are not checked."""
         group = self._group
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -165,7 +126,7 @@ class Checks:
             rows=rows,
         )
 
-    def check_gradient(self, plan: DispatchPlan, xs: Sequence[torch.Tensor]) -> None:
+    def _check_gradient(self, plan: DispatchPlan, xs: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless the gradient of a dispatch can be combined, in x's dtype even if rows become
         float8."""
         if plan.float8 is None:
@@ -174,34 +135,17 @@ class Checks:
             self._check_row("the gradient of x", xs[0])
 
     def check_combine(
-        self,
-        handle: LowLatencyHandle,
-        tensors: tuple[Any, ...],
-        settings: tuple[Any, ...],
-        signature: tuple[Any, ...] | None,
-    ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
-        """Returns checked arguments, x, and weights, one tensor per rank of this process in the caller's shape,
-        [L, W * max_tokens, ...] or [R, ...]. tensors, settings: see `_plan_combine`."""
-        x, weights, out, recv_wait_ns = tensors
-        sum_at, renormalize = settings
-        how = (sum_at, renormalize, handle.plan)
-        key = key_of(how, *tensors)
-        plan: CombinePlan | None
-        plan, is_as_taken = self._plans.get(key) or (None, False)
-        if not is_as_taken:
-            x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
-            tensors = (x, weights, out, recv_wait_ns)
-            if plan is None:
-                plan = self._plan_combine(handle, *tensors, *settings)
-                is_as_taken = key == key_of(how, *tensors)
-                self._plans.add(key, (plan, is_as_taken))
-                if signature is not None and is_as_taken and self._calls.plans_calls:
-                    self._plans.add(signature, plan)
-        assert plan is not None
-        listed = self._listed
-        counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)
-        given = CombineArguments(plan, None if out is None else listed(out), counters)
-        return given, listed(x), None if weights is None else listed(weights)
+        self, handle: LowLatencyHandle, tensors: tuple[Any, ...], sum_at: str, renormalize: bool
+    ) -> tuple[CombinePlan, list[tuple[Any, ...]], bool]:
+        """Returns as `check_dispatch` does; tensors of rows keep their shape, [L, W * max_tokens, ...] or [R, ...]."""
+        x, _, weights, out, recv_wait_ns = tensors
+        x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
+        plan = self._plan_combine(handle, x, weights, out, recv_wait_ns, sum_at, renormalize)
+        xs, factors, outs = (listed(value, self._group) for value in (x, weights, out))
+        needs_gradient = need_gradient(xs, factors)
+        if outs is not None and (needs_gradient or need_gradient(outs)):
+            raise ValueError("out must not be given where a gradient is needed")
+        return plan, self._of_ranks((x, None, weights, out, recv_wait_ns)), needs_gradient
 
     def _plan_combine(
         self,
@@ -213,7 +157,6 @@ class Checks:
         sum_at: str,
         renormalize: bool,
     ) -> CombinePlan:
-        """Returns the plan. Raises ValueError for invalid arguments."""
         group = self._group
         if not isinstance(renormalize, bool):
             raise ValueError(f"renormalize is {renormalize!r}, must be True or False")
@@ -288,10 +231,11 @@ class Checks:
             return max_recv_tokens
         return world * self._limits.max_tokens * min(topk, local_experts) + local_experts * (expert_alignment - 1)
 
-    def check_id_values(self, ids: list[Any]) -> None:
+    def check_id_values(self, inputs: Sequence[tuple[Any, ...]]) -> None:
+        """Raises ValueError for invalid ids. inputs: tensors of a dispatch of each rank."""
         experts = self._group.config.num_experts
-        for rank, idx in zip(self._group.ranks, ids, strict=True):
-            expert_ids.check(idx, experts, rank if len(ids) > 1 else None)
+        for rank, (_, idx, *_) in zip(self._group.ranks, inputs, strict=True):
+            expert_ids.check(idx, experts, rank if len(inputs) > 1 else None)
 
     def _flat(
         self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int, meaning: str = ""

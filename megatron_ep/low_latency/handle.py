@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer.low_latency import Call
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.low_latency.plans import DispatchPlan
+from megatron_ep.low_latency.plans import DispatchPlan, Pending
 from megatron_ep.meeting.processes import OfOneProcess
 from megatron_ep.normal.one_hop import OVERFLOW
 
@@ -16,7 +15,8 @@ from megatron_ep.normal.one_hop import OVERFLOW
 class LowLatencyHandle(OfOneProcess):
     """The layout of a low-latency dispatch. Belongs to the `LowLatency` that made it.
 
-    layouts: int32, one per rank of this process, laid out by csrc/core/low_latency_args.h, then numbers of calls.
+    layouts: int32, one per rank of this process, laid out by csrc/core/low_latency_args.h, then numbers of calls. Empty
+        until the dispatch is launched.
     made_on: stream of the dispatch, see `Backend.current_stream`.
     forward: in a backward pass the handle of the forward pass, whose ranks must not have been masked since.
     call: the dispatch.
@@ -28,12 +28,12 @@ class LowLatencyHandle(OfOneProcess):
         self,
         calls: Any,  # LowLatencyCalls
         plan: DispatchPlan,
-        layouts: list[torch.Tensor],
-        made_on: int,
         forward: LowLatencyHandle | None = None,
     ):
-        self.calls, self.plan, self.layouts, self.made_on, self.forward = calls, plan, layouts, made_on, forward
-        self.call: Call | None = None
+        self.calls, self.plan, self.forward = calls, plan, forward
+        self.layouts: list[torch.Tensor] = []
+        self.made_on = 0
+        self.call: Pending | None = None
         self.resets: int = calls.resets  # when the dispatch was made
 
     @property
@@ -69,16 +69,16 @@ class LowLatencyHandle(OfOneProcess):
         if self.call is not None and not self.call.received:
             raise ValueError("handle is of a dispatch that was not received yet: call its hook first")
 
-    def again(self, plan: DispatchPlan) -> LowLatencyHandle:
+    def for_plan(self, plan: DispatchPlan) -> LowLatencyHandle:
         """Returns a handle for another dispatch of the same tokens."""
         self.check()
-        return self.calls.new_handle(plan, forward=self.forward or self)
+        return LowLatencyHandle(self.calls, plan, self.forward or self)
 
     def in_backward(self) -> LowLatencyHandle:
         """Returns this handle for a combine in a backward pass."""
-        again = LowLatencyHandle(self.calls, self.plan, self.layouts, self.made_on, self.forward or self)
-        again.call, again.resets = self.call, self.resets
-        return again
+        same = LowLatencyHandle(self.calls, self.plan, self.forward or self)
+        same.layouts, same.made_on, same.call, same.resets = self.layouts, self.made_on, self.call, self.resets
+        return same
 
     def ids(self) -> list[torch.Tensor]:
         """Returns topk_idx of the dispatch, int32 [T, K] per rank; -2 - id if the expert's rank was masked."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_ep.buffer.distributed import DistributedRankGroup
@@ -114,7 +113,7 @@ class MaskedRanks(OfOneProcess):
     def _of_ranks(self, values: list[Any]) -> Any:
         return list(values) if self._group.takes_lists else values[0]
 
-    def _check_renormalize(self, factors: list[torch.Tensor] | None, sum_at: str, needs_gradient: bool) -> None:
+    def _check_renormalize(self, factors: Any, sum_at: str, needs_gradient: bool) -> None:
         if self._calls.masks is None or factors is None or sum_at != "token":
             raise ValueError(
                 "renormalize is True, must be False unless on_dead_rank is 'mask' and weights are given at the token"

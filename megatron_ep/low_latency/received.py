@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_ep.low_latency.calls import Received
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.normal.handle import shapes_of
 
@@ -63,22 +63,9 @@ def _one(handle: LowLatencyHandle, view_of: Callable[[int], torch.Tensor]) -> An
     return views if handle.calls.group.takes_lists else views[0]
 
 
-_first = operator.itemgetter(0)
-
-
 def received_of(
-    handle: LowLatencyHandle,
-    rows: Sequence[torch.Tensor],
-    probs: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    straight_through: Sequence[torch.Tensor],
+    handle: LowLatencyHandle, parts: Sequence[Received], stand_ins: Sequence[torch.Tensor] = ()
 ) -> LowLatencyReceived:
-    """Returns the result. Each argument has one tensor per rank of this process, or is empty."""
-    of = list if handle.calls.group.takes_lists else _first
-    return LowLatencyReceived(
-        of(rows),
-        of(scales) if scales else None,
-        of(straight_through) if straight_through else None,
-        of(probs) if probs else None,
-        handle,
-    )
+    """Returns the result of the ranks of a LocalCluster. stand_ins: see `LowLatencyReceived.straight_through`."""
+    rows, probs, scales = (list(of_ranks) if of_ranks[0] is not None else None for of_ranks in zip(*parts, strict=True))
+    return LowLatencyReceived(rows, scales, list(stand_ins) or None, probs, handle)

@@ -29,8 +29,9 @@ class Float8:
     scale_dtype: torch.dtype
     column: bool
 
-    def new_scales(self, rows: Sequence[int], hidden: int, backend: Backend, *, zero: bool) -> torch.Tensor:
-        """Returns scales [*rows, ceil(H / 128)], row-major or column-major."""
+    def new_scales(self, shape: Sequence[int], backend: Backend, *, zero: bool) -> torch.Tensor:
+        """Returns scales [*rows, ceil(H / 128)] of rows of this shape, [*rows, H], row-major or column-major."""
+        *rows, hidden = shape
         blocks = -(-hidden // SCALE_BLOCK)
         if not self.column:
             scales = backend.new_output((*rows, blocks), self.scale_dtype)

@@ -150,11 +150,11 @@ def dispatch(
     """
     is_traced = torch.compiler.is_compiling()
     settings: tuple[Any, ...] = (expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
-    signature = None
+    key = None
     if not is_traced and forward_dtype is None:
-        signature = plans.dispatch_signature(handle, x, topk_idx, topk_weights, scales, *settings)
-        if signature is not None:
-            received = _dispatch_by_plan(signature, buffer, handle, x, topk_idx, topk_weights, scales, layout)
+        key = plans.dispatch_signature(handle, x, topk_idx, topk_weights, scales, settings)
+        if key is not None:
+            received = _dispatch_by_plan(key, buffer, handle, x, topk_idx, topk_weights, scales, layout)
             if received is not None:
                 return received
     group = _group_of(buffer, handle)
@@ -171,7 +171,7 @@ def dispatch(
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
             check_summable("the gradient of x", xs[0].dtype, group.device.type)
-        values: list[torch.Tensor] = []
+        values: list[torch.Tensor] | None = None
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
             topk = ids[0].shape[1] if handle is None else handle.topk
@@ -182,28 +182,27 @@ def dispatch(
             request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
             one_hop = request if goes_in_one_hop(group, layout, max_tokens, xs[0], is_traced) else None
             handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", one_hop=one_hop)
-        if signature is not None and tensors[2] is topk_weights and launches.plans_calls(group):
+        if key is not None and tensors[2] is topk_weights and launches.plans_calls(group):
             one = (xs[0], row_scales and row_scales[0], weights and weights[0])
-            group.known_calls.add(signature, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
+            group.known_calls.add(key, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
     # This is outside the `with`, because torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
-    if values:
-        tensors = (*xs, *values, *(weights or ()))
-        out, row_scales = autograd.Float8DispatchFunction.apply(handle, n, row_scales, needs_gradient, *tensors), None
-    elif is_traced:
+    if is_traced and not values:
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
-        out = autograd.DispatchFunction.apply(handle, n, autograd.sends(handle, n, row_scales), *xs, *(weights or ()))
+        run = autograd.sends(handle, n, row_scales, values, clears_end=needs_gradient)
+        out = autograd.DispatchFunction.apply(handle, n, run, *xs, *(weights or ()))
+        row_scales = None if values else row_scales
     probs = list(out[n : 2 * n]) if weights is not None else None
     out_scales = list(out[-n:]) if row_scales is not None else None
     return _received_of(group, handle, list(out[:n]), out_scales, probs, is_traced=is_traced)
 
 
 def _dispatch_by_plan(
-    signature: tuple[Any, ...],
+    key: tuple[Any, ...],
     buffer: AnyBuffer | None,
     handle: Handle | None,
     x: Any,
@@ -215,26 +214,22 @@ def _dispatch_by_plan(
     """None: there is no plan, or something is not as it mostly is."""
     if buffer is not None and not isinstance(buffer, AnyBuffer):
         return None
-    group = buffer._group if buffer is not None else handle.group if isinstance(handle, Handle) else None
+    group = buffer._group if buffer is not None else handle.group if handle is not None else None
     if group is None or (handle is not None and handle.group is not group):
         return None
-    plan: Any = group.known_calls.get(signature)
+    plan: Any = group.known_calls.get(key)
     backend = group._backend
     if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
         return None
     if handle is None:
         handle = Handle(group, plan.topk, [], is_flat=layout == "flat", one_hop=plan.one_hop)
-    if signature[0][4]:
+    if key[0]:
         tensors = (x,) if topk_weights is None else (x, topk_weights)
         run = autograd.sends_by_plan(plan, handle, backend, topk_idx, scales)
         out = autograd.DispatchFunction.apply(handle, 1, run, *tensors)
         rows, row_scales, probs = out[0], None if scales is None else out[-1], None if topk_weights is None else out[1]
     else:
-        try:
-            rows, row_scales, probs = plan.run(handle, backend, topk_idx, x, scales, topk_weights)
-        except BaseException as error:
-            group.abort_peers(error)
-            raise
+        rows, row_scales, probs = plans.run_plan(plan, handle, backend, topk_idx, x, scales, topk_weights)
     return _ReceivedLater(rows, row_scales, probs, handle=handle)
 
 
@@ -284,20 +279,16 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     if not isinstance(handle, Handle):
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
     group, is_traced = handle.group, torch.compiler.is_compiling()
-    signature = None if is_traced else plans.combine_signature(handle, x, weights)
-    if signature is not None:
-        plan: Any = group.known_calls.get(signature)
+    key = None if is_traced else plans.combine_signature(handle, x, weights)
+    if key is not None:
+        plan: Any = group.known_calls.get(key)
         backend = group._backend
         if plan is not None and backend is not None and backend.aborted() is None:
-            if signature[0]:
-                function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
-                tensors = (x,) if weights is None else (x, weights)
-                return function.apply(handle, 1, autograd.sums_by_plan(plan, handle, backend), *tensors)[0]
-            try:
-                return plan.run(handle, backend, x, None, weights)[0]
-            except BaseException as error:
-                group.abort_peers(error)
-                raise
+            if not key[0]:
+                return plans.run_plan(plan, handle, backend, x, None, weights)[0]
+            function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
+            tensors = (x,) if weights is None else (x, weights)
+            return function.apply(handle, 1, autograd.sums_by_plan(plan, handle, backend), *tensors)[0]
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
@@ -305,9 +296,9 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
         _check_combine(group, handle, x, weights, is_traced)
         xs, row_weights = listed(x, group), listed(weights, group)
-        if signature is not None and weights is given and launches.plans_calls(group):
+        if key is not None and weights is given and launches.plans_calls(group):
             plan = launches.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
-            group.known_calls.add(signature, plan)
+            group.known_calls.add(key, plan)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
             return sums if group.takes_lists else sums[0]

@@ -15,6 +15,7 @@ from megatron_ep import float8
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.normal import launches
 from megatron_ep.normal.handle import Handle
+from megatron_ep.normal.plan import run_plan
 
 Run = Callable[..., tuple[torch.Tensor, ...]]  # launches a call of tensors
 
@@ -57,14 +58,29 @@ def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tenso
     return CombineFunction.apply(handle, num_ranks, run, *tensors) if need_gradient(tensors) else run(*tensors)
 
 
-def sends(handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None) -> Run:
-    """Returns a function that dispatches (x, weights) per rank to (rows, probs, scales) per rank."""
+def sends(
+    handle: Handle,
+    num_ranks: int,
+    scales: list[torch.Tensor] | None,
+    values: list[torch.Tensor] | None = None,
+    *,
+    clears_end: bool = True,
+) -> Run:
+    """Returns a function that dispatches (x, weights) per rank to (rows, probs, scales) per rank.
+
+    values: x as fp8, with these scales: sent in place of x, and received as rows of x's dtype.
+    """
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, weights = tensors[:num_ranks], tensors[num_ranks:]
+        x, weights = tensors[:num_ranks], tensors[num_ranks:] or None
         with handle.group.abort_peers_on_error():
-            out, out_scales, out_weights = launches.launch_dispatch(handle, x, scales, weights or None, clears_end=True)
-        return (*out, *(out_weights or ()), *(out_scales or ()))
+            rows, out_scales, probs = launches.launch_dispatch(
+                handle, values or x, scales, weights, clears_end=clears_end
+            )
+            if values and out_scales:
+                rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(rows, out_scales, strict=True)]
+                out_scales = None
+        return (*rows, *(probs or ()), *(out_scales or ()))
 
     return run
 
@@ -88,11 +104,7 @@ def sends_by_plan(
     """Returns a function that dispatches one rank's (x, weights) by a cached plan to (rows, probs, scales)."""
 
     def run(x: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        try:
-            rows, out_scales, probs = plan.run(handle, backend, ids, x, scales, weights)
-        except BaseException as error:
-            handle.group.abort_peers(error)
-            raise
+        rows, out_scales, probs = run_plan(plan, handle, backend, ids, x, scales, weights)
         if out_scales is None:
             return (rows,) if probs is None else (rows, probs)
         return (rows, out_scales) if probs is None else (rows, probs, out_scales)
@@ -102,15 +114,7 @@ def sends_by_plan(
 
 def sums_by_plan(plan: Any, handle: Handle, backend: Backend) -> Run:
     """Returns a function that combines one rank's rows, multiplied by weights if there are any, by a cached plan."""
-
-    def run(x: torch.Tensor, row_weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        try:
-            return (plan.run(handle, backend, x, None, row_weights)[0],)
-        except BaseException as error:
-            handle.group.abort_peers(error)
-            raise
-
-    return run
+    return lambda x, row_weights=None: run_plan(plan, handle, backend, x, None, row_weights)[:1]
 
 
 class DispatchFunction(Function):
@@ -149,36 +153,6 @@ class DispatchFunction(Function):
 def _given(grad: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, handle: Handle) -> torch.Tensor:
     """Returns the gradient in contiguous memory; zeros if the output was not used in the loss."""
     return torch.zeros(shape, dtype=dtype, device=handle.group.device) if grad is None else in_memory(grad)
-
-
-class Float8DispatchFunction(Function):
-    """Dispatches rows as fp8. Their gradients are not converted (straight-through)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Handle,
-        num_ranks: int,
-        scales: list[torch.Tensor],
-        clears_end: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.group.abort_peers_on_error():
-            out, out_scales, out_weights = launches.launch_dispatch(
-                handle, values, scales, weights or None, clears_end=clears_end
-            )
-            assert out_scales is not None
-            rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(out, out_scales, strict=True)]
-        return (*rows, *(out_weights or ()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n = ctx.num_ranks
-        with ctx.handle.group.abort_peers_on_error("dispatch"):
-            back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
-        return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
 
 class CombineFunction(Function):

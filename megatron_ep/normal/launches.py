@@ -208,20 +208,20 @@ def overflow_of(handle: Handle) -> list[torch.Tensor]:
 
 
 def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of x [R, H], which was multiplied by weights [R] before a combine.
+    """Returns the gradient of x [..., H], which was multiplied by weights [...] before a combine.
 
-    grad: [R, H], gradient of the products.
-    is_row: bool [R], False for padding, where x and weights are undefined.
+    grad: [..., H], gradient of the products.
+    is_row: bool [...], False for padding, where x and weights are undefined.
     """
-    return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(1)).to(x.dtype)
+    return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(-1)).to(x.dtype)
 
 
 def gradient_of_weights(
     x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of weights [R], see `gradient_of_rows`."""
+    """Returns the gradient of weights [...], see `gradient_of_rows`."""
     products = grad.to(weights.dtype) * x
-    return torch.where(is_row, products.sum(dim=1), weights.new_zeros(()))
+    return torch.where(is_row, products.sum(dim=-1), weights.new_zeros(()))
 
 
 def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:

@@ -150,7 +150,7 @@ def _(
         counts_on = group.device if is_fixed else torch.device("cpu")
         counts.append(torch.empty(2, group.num_local_experts, dtype=torch.int64, device=counts_on))
         # The size is a constant plus a term proportional to the tokens, see csrc/core/layout.h.
-        size = group.heap.layout_size(0, topk) + 2 * num_tokens * topk
+        size = group.heap.layout(0, topk)["size"] + 2 * num_tokens * topk
         layouts.append(idx.new_empty(size, dtype=torch.int32))
         dst_rows.append(idx.new_empty(received, topk, dtype=torch.int32))
         rails.append(idx.new_empty(rail, topk, dtype=torch.int32))

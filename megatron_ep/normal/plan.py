@@ -15,6 +15,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members, RowCounts
+from megatron_ep.buffer.known_calls import Signature, signature
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.config import Topology
 from megatron_ep.normal import row_counts
@@ -148,7 +149,7 @@ class DispatchPlan:
         if request is not None:
             self.members |= request.members(handle.topk_idx[0])
             self.members["clears_padding"] = clears_end or not request.expert_capacity
-            self.layout_size = group.heap.layout_size(self.num_tokens, topk)
+            self.layout_size = group.heap.layout(self.num_tokens, topk)["size"]
             self.waits = request.max_recv_tokens is None
             self.is_counted = self.waits or group.live_backend().host_knows_counts  # counts come before rows are sent
             if not self.waits:
@@ -325,55 +326,35 @@ class CombinePlan:
         return y, y_weights, (*tensors, rows, received, rail, group.resets - handle.made_after_resets)
 
 
+def run_plan(plan: Any, handle: Handle, backend: Backend, *tensors: Any) -> tuple[Any, ...]:
+    """Launches one rank's call by a plan, and ends the waits of the other ranks if that fails."""
+    try:
+        result: tuple[Any, ...] = plan.run(handle, backend, *tensors)
+        return result
+    except BaseException as error:
+        handle.group.abort_peers(error)
+        raise
+
+
 def dispatch_signature(
-    handle: Handle | None,
-    x: Any,
-    topk_idx: Any,
-    weights: Any,
-    scales: Any,
-    expert_alignment: int,
-    expert_capacity: int | None,
-    max_recv_tokens: int | None,
-    layout: str,
-    max_tokens: int | None,
-) -> tuple[object, ...] | None:
-    """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked;
-    None if tensors must be converted. It has types, because True == 1, but not the values of ids."""
-    try:
-        needs_gradient = x.requires_grad
-        of_weights = of_scales = None
-        if weights is not None:
-            if not weights.is_contiguous() or weights.is_neg():
-                return None
-            of_weights = (weights.__class__, weights.dtype, weights.shape, weights.device)
-            needs_gradient = needs_gradient or weights.requires_grad
-        if scales is not None:
-            if not scales.is_contiguous() or scales.is_neg():
-                return None
-            of_scales = (scales.__class__, scales.dtype, scales.shape, scales.device)
-        if not x.is_contiguous() or x.is_neg():
-            return None
-        of_x = (x.__class__, x.dtype, x.shape, x.device, needs_gradient and torch.is_grad_enabled())
-        if handle is None:
-            if not topk_idx.is_contiguous():
-                return None
-            asked = (expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
-            of_ids = (topk_idx.__class__, topk_idx.dtype, topk_idx.shape, topk_idx.device)
-            return (of_x, of_weights, of_scales, of_ids, *asked, *map(type, asked))
-        given = (topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
-        if given != (None, 1, None, None, "grouped", None):
-            return None
-        [rank] = handle.ranks
-        return (of_x, of_weights, of_scales, handle.topk, handle.is_flat, handle.one_hop, rank.counts.num_tokens)
-    except (AttributeError, ValueError):  # arguments are lists of tensors, or invalid
+    handle: Any, x: Any, topk_idx: Any, weights: Any, scales: Any, settings: tuple[Any, ...]
+) -> Signature | None:
+    """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked:
+    see `known_calls.signature`. settings: those of its options that a handle has already."""
+    others = () if scales is None else (scales,)
+    if handle is None:
+        return signature((*settings, *map(type, settings)), x, topk_idx, weights, *others)
+    if topk_idx is not None or settings != (1, None, None, "grouped", None) or not isinstance(handle, Handle):
         return None
+    fits = (handle.topk, handle.is_flat, handle.one_hop, handle.ranks[0].counts.num_tokens)
+    return signature(fits, x, None, weights, *others)
 
 
-def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...] | None:
-    """Returns the key of arguments of `megatron_ep.combine`, see `dispatch_signature`; None also for a wrong shape."""
+def combine_signature(handle: Handle, x: Any, weights: Any) -> Signature | None:
+    """Returns the key of arguments of `megatron_ep.combine`; None also for a wrong shape. The number of rows is no part
+    of it, because it may change with each call."""
+    num_tokens, rows, _, _ = handle.ranks[0].counts
     try:
-        [rank] = handle.ranks
-        num_tokens, rows, _, _ = rank.counts
         needs_gradient, of_weights, shape = x.requires_grad, None, x.shape
         if weights is not None:
             if not weights.is_contiguous() or weights.is_neg() or weights.shape != (rows,):
@@ -382,10 +363,10 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> tuple[object, ...
             needs_gradient = needs_gradient or weights.requires_grad
         if len(shape) != 2 or shape[0] != rows or not x.is_contiguous() or x.is_neg():
             return None
-        differentiates = needs_gradient and torch.is_grad_enabled()
         of_x = (x.__class__, x.dtype, shape[1], x.device)
-        return (differentiates, of_x, of_weights, handle.topk, handle.is_flat, handle.one_hop, num_tokens)
-    except (AttributeError, ValueError):
+        fits = (handle.topk, handle.is_flat, handle.one_hop, num_tokens)
+        return (needs_gradient and torch.is_grad_enabled(), of_x, of_weights, *fits)
+    except AttributeError:
         return None
 
 

@@ -159,21 +159,21 @@ class _GroupedTopk(Function):
         routing_map = _new_like(logits, torch.bool) if dense else None
         aux_scores = _new_like(logits, real) if aux else None
         aux_map = _new_like(logits, torch.bool) if aux else None
-        tensors = _C.RouterForward(
-            tokens=shape[0],
-            dtype=LOGIT_DTYPES[logits.dtype],
-            logits=_address(logits),
-            bias=_address(bias),
-            padding=_address(padding),
-            replay_ids=_address(replay_ids),
-            ids=_address(ids),
-            weights=_address(weights),
-            tokens_per_expert=_address(tokens_per_expert),
-            probs=_address(probs),
-            routing_map=_address(routing_map),
-            aux_scores=_address(aux_scores),
-            aux_map=_address(aux_map),
-        )
+        tensors = {
+            "tokens": shape[0],
+            "dtype": LOGIT_DTYPES[logits.dtype],
+            "logits": logits,
+            "bias": bias,
+            "padding": padding,
+            "replay_ids": replay_ids,
+            "ids": ids,
+            "weights": weights,
+            "tokens_per_expert": tokens_per_expert,
+            "probs": probs,
+            "routing_map": routing_map,
+            "aux_scores": aux_scores,
+            "aux_map": aux_map,
+        }
         _run("router_forward", logits.device, config, tensors)
         ctx.save_for_backward(logits, padding, ids if replay_ids is None else replay_ids)
         ctx.config, ctx.is_replayed = config, replay_ids is not None
@@ -191,18 +191,18 @@ class _GroupedTopk(Function):
             raise RuntimeError("grouped_topk has no second derivatives: run the backward pass without create_graph")
         logits, padding, ids = ctx.saved_tensors
         grad_logits = _new_like(logits)
-        tensors = _C.RouterBackward(
-            tokens=logits.shape[0],
-            dtype=LOGIT_DTYPES[logits.dtype],
-            logits=_address(logits),
-            padding=_address(padding),
-            ids=_address(ids),
-            is_replayed=ctx.is_replayed,
-            grad_weights=_address(grad_weights),
-            grad_probs=_address(grad_probs),
-            grad_aux_scores=_address(grad_aux_scores),
-            grad_logits=_address(grad_logits),
-        )
+        tensors = {
+            "tokens": logits.shape[0],
+            "dtype": LOGIT_DTYPES[logits.dtype],
+            "logits": logits,
+            "padding": padding,
+            "ids": ids,
+            "is_replayed": ctx.is_replayed,
+            "grad_weights": grad_weights,
+            "grad_probs": grad_probs,
+            "grad_aux_scores": grad_aux_scores,
+            "grad_logits": grad_logits,
+        }
         _run("router_backward", logits.device, ctx.config, tensors)
         return grad_logits, *nothing
 
@@ -218,16 +218,12 @@ def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _run(function: str, device: torch.device, config: _C.RouterConfig, tensors: Any) -> None:
+def _run(function: str, device: torch.device, config: _C.RouterConfig, tensors: dict[str, Any]) -> None:
     if device.type == "cpu":
-        getattr(_C, f"{function}_host")(config, tensors, max_threads=torch.get_num_threads())
+        getattr(_C, f"{function}_host")(config, tensors, torch.get_num_threads())
         return
     with torch.cuda.device(device):
-        getattr(_C, f"{function}_cuda")(config, tensors, stream=torch.cuda.current_stream().cuda_stream)
+        getattr(_C, f"{function}_cuda")(config, tensors, torch.cuda.current_stream().cuda_stream)
 
 
 @functools.lru_cache(maxsize=256)

@@ -172,7 +172,7 @@ def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
     made_on, ranks = group.live_backend().current_stream(), []
     for rank in group.ranks:
         num_tokens = int(tokens[rank])
-        layout = torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32)
+        layout = torch.empty(group.heap.layout(num_tokens, topk)["size"], dtype=torch.int32)
         totals = group.heap.lay_out(
             rank=rank,
             topk=topk,

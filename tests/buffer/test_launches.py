@@ -110,10 +110,10 @@ def test_a_launch_that_does_not_end_is_told_to_those_who_wait(stream: Stream) ->
 
 def test_a_known_failure_ends_the_wait_for_what_follows_it(stream: Stream) -> None:
     """A reduction of gradients behind it on the stream waits for the rank that did not come."""
-    backend, group = backend_of(None)
+    backend, _ = backend_of(None)
     launch(backend)
     reports = itertools.chain([None] * 3, itertools.repeat(("timeout", 0)))
-    group.aborted = lambda: next(reports)
+    backend.aborted = lambda: next(reports)
     backend.finish_launches()
     assert not any(event.query() for event in stream.events)
 

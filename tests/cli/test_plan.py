@@ -60,7 +60,7 @@ def test_what_is_allocated(monkeypatch):
         [layout_size] = {len(rank.layout) for rank in received.handle.ranks}
     heap = sizes.host_heap(topology, config)
     assert allocated == [heap.bytes] * 4
-    assert layout_size == heap.layout_size(5, 1)
+    assert layout_size == heap.layout(5, 1)["size"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,7 +85,7 @@ def test_a_plan(capsys):
         f"{heap.channels * 31} of 16 rows",
         f"{256 * min(heap.channels, sms)}",
         f"{heap.bytes / 1e6:.1f} MB",
-        f"{4 * heap.layout_size(4096, 8) / 1e6:.1f} MB",
+        f"{4 * heap.layout(4096, 8)['size'] / 1e6:.1f} MB",
     ):
         assert part in text
     assert env.main(["--plan", "1", "8", "--hidden", "20000"]) == 0

@@ -11,14 +11,15 @@ class LateBackend(HostBackend):
 
     _is_known = False
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.aborted = lambda: self.group.aborted() if self._is_known else None
+
     def launch(self, group, call, phase, stream, given, part=None):
         told = super().launch(group, call, phase, stream, given, part=part)
         if part is None:
             self._is_known = told is not None  # this rank has waited for the counts
         return told
-
-    def aborted(self):
-        return super().aborted() if self._is_known else None
 
     def finished(self):
         return self._is_known and super().finished()

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from entered import check_entered
 from rank_threads import run_together, thread_ranks
 
 import megatron_ep as ep
-from megatron_ep.low_latency.calls import LowLatencyCalls
+from megatron_ep.buffer.known_calls import KnownCalls
 
 EXPERTS, HIDDEN, TOPK, TOKENS = 8, 512, 3, 6
 
@@ -34,7 +35,7 @@ def inputs(seed):
 @pytest.fixture(params=["with plans", "without plans"])
 def plans(request, monkeypatch):
     if request.param == "without plans":
-        monkeypatch.setattr(LowLatencyCalls, "plans_calls", False)
+        monkeypatch.setattr(KnownCalls, "get", lambda known, key: None)
 
 
 def steps(buffer, layout, sum_at):
@@ -63,7 +64,7 @@ def test_the_same_bits_by_a_plan(world, layout, sum_at, monkeypatch):
         return steps(buffer, layout, sum_at)
 
     planned = run_together(buffers_of(world), work)
-    monkeypatch.setattr(LowLatencyCalls, "plans_calls", False)
+    monkeypatch.setattr(KnownCalls, "get", lambda known, key: None)
     for of_rank, expected in zip(planned, run_together(buffers_of(world), work), strict=True):
         if isinstance(of_rank, BaseException):
             raise of_rank
@@ -133,8 +134,8 @@ def test_calls_under_way_and_resets(plans):
     assert torch.equal(mode.combine(later.x, later.handle, weights), y)
 
 
-def test_gradients_go_on(plans):
-    """A call that needs a gradient is none of a plan's."""
+def test_calls_that_need_gradients(plans):
+    """Plans of calls with and without a gradient are apart."""
     mode = mode_of(buffers_of(1)[0])
     x, ids, weights = inputs(0)
     grads = []
@@ -145,3 +146,32 @@ def test_gradients_go_on(plans):
         mode.combine(received.x, received.handle, weights).float().square().sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads) and grads[0].abs().sum() > 0
+
+
+def test_a_call_that_was_made_before_enters_little_of_the_package():
+    mode = mode_of(buffers_of(1)[0])
+    x, ids, weights = inputs(0)
+    stats = torch.zeros(1, dtype=torch.int64)
+    rows = mode.dispatch(x, ids)
+
+    def hooked():
+        _, hook = mode.dispatch(x, ids, return_recv_hook=True)
+        hook()
+
+    calls = {
+        "dispatch": lambda: mode.dispatch(x, ids),
+        "dispatch, weights": lambda: mode.dispatch(x, ids, weights),
+        "dispatch, fp8 and counters": lambda: mode.dispatch(x, ids, fp8="fp32", recv_rows=stats, recv_wait_ns=stats),
+        "dispatch, hook": hooked,
+        "combine": lambda: mode.combine(rows.x, rows.handle, weights),
+        "combine, counter": lambda: mode.combine(rows.x, rows.handle, recv_wait_ns=stats),
+    }
+    allowed = {
+        "dispatch": (9, 14),
+        "dispatch, weights": (9, 16),
+        "dispatch, fp8 and counters": (11, 18),
+        "dispatch, hook": (10, 20),
+        "combine": (6, 10),
+        "combine, counter": (6, 10),
+    }
+    check_entered(calls, allowed)

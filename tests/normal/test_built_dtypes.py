@@ -69,13 +69,13 @@ def test_low_latency(cluster):
 
 def test_weights_in_fp64_beside_float8_need_no_sums_in_fp64(cluster, monkeypatch):
     summed = []
-    launch = ep.low_latency.calls.LowLatencyCalls.launch_combine
+    combine = ep.low_latency.calls.LowLatencyCalls.combine
 
-    def launch_combine(self, handle, plan, x, **options):
-        summed.append(x[0].dtype)
-        return launch(self, handle, plan, x, **options)
+    def noted(self, handle, backend, plan, inputs, pending):
+        summed.append(inputs[0][0].dtype)
+        return combine(self, handle, backend, plan, inputs, pending)
 
-    monkeypatch.setattr(ep.low_latency.calls.LowLatencyCalls, "launch_combine", launch_combine)
+    monkeypatch.setattr(ep.low_latency.calls.LowLatencyCalls, "combine", noted)
     weights = [torch.rand(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=H, topk=2)
     received = low_latency.dispatch(rows(torch.bfloat16), IDS, weights, fp8="fp32")

@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "bindings/address.h"
 #include "bindings/incidents.h"
+#include "bindings/members.h"
 #include "tools/simulate/low_latency.h"
 #include "tools/simulate/transfers.h"
 
@@ -170,9 +170,9 @@ VirtualLowLatencySettings low_latency_settings_of(const py::dict& settings) {
     return s;
 }
 
-std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
+std::vector<const int32_t*> ids_of(const std::vector<uintptr_t>& topk_idx) {
     std::vector<const int32_t*> ids;
-    for (const Address address : topk_idx) ids.push_back(at<int32_t>(address));
+    for (const uintptr_t address : topk_idx) ids.push_back(as<int32_t*>(address));
     return ids;
 }
 
@@ -192,7 +192,7 @@ void bind_transfers(py::module_& m) {
         "The normal mode in virtual time, whose settings tools/simulate/transfers.h names. "
         "topk_idx: addresses of int32 [T, K], of each simulated rank.");
     transfers
-        .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
+        .def(py::init([](const Machine& machine, const std::vector<uintptr_t>& topk_idx,
                          const py::dict& settings) {
                  return std::make_unique<VirtualTransfers>(machine, settings_of(settings),
                                                            ids_of(topk_idx));
@@ -200,9 +200,9 @@ void bind_transfers(py::module_& m) {
              py::arg("machine"), py::kw_only(), py::arg("topk_idx"), py::arg("settings"))
         .def_static(
             "planned",
-            [](const Machine& machine, Address moves, size_t count, Address tokens, int leaving,
+            [](const Machine& machine, uintptr_t moves, size_t count, uintptr_t tokens, int leaving,
                const std::vector<bool>& copies_apart, const py::dict& settings) {
-                const VirtualPlan plan{at<Move>(moves), count, at<int32_t>(tokens), leaving,
+                const VirtualPlan plan{as<Move*>(moves), count, as<int32_t*>(tokens), leaving,
                                        copies_apart};
                 return std::make_unique<VirtualTransfers>(machine, settings_of(settings), plan);
             },
@@ -224,7 +224,7 @@ void bind_low_latency(py::module_& m) {
         "The low-latency mode in virtual time, whose settings tools/simulate/low_latency.h names; "
         "the rest as of Transfers.");
     low_latency
-        .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
+        .def(py::init([](const Machine& machine, const std::vector<uintptr_t>& topk_idx,
                          const py::dict& settings) {
                  return std::make_unique<VirtualLowLatency>(
                      machine, low_latency_settings_of(settings), ids_of(topk_idx));
