@@ -13,7 +13,7 @@ from megatron_ep.errors import EPStuckError
 
 # A launch has a few consecutive waits, each of which ends after a timeout. Together they take less than this.
 MAX_TIMEOUTS = 3
-LOOKS_PER_TIMEOUT = 10  # reads of the GPU's counts of calls per timeout, each of which costs a copy
+CHECKS_PER_TIMEOUT = 10  # reads of the GPU's counts of calls per timeout, each of which costs a copy
 
 WAITS_INSIDE = (
     "a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does not answer, and nothing can end it"
@@ -34,7 +34,7 @@ class Launches:
         self._timeout = timeout
         self._under_way = under_way
         self._call: tuple[str, bool] | None = None
-        self._call_seen = self._next_look = 0.0
+        self._call_seen = self._next_check = 0.0
         self.are_captured = False  # whether CUDA graphs may replay launches
         self.are_watched = timeout is not None
         self.are_recorded = self.are_watched  # events are recorded only if they are needed, because they take time
@@ -90,9 +90,9 @@ class Launches:
 
     def _check_call(self, timeout: float) -> None:
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + timeout / LOOKS_PER_TIMEOUT
+        self._next_check = now + timeout / CHECKS_PER_TIMEOUT
         call = self._under_way()
         if call is None or self._call is None or call[0] != self._call[0]:
             self._call, self._call_seen = call, now

@@ -46,7 +46,7 @@ class Monitor:
         self._processes = processes
         self._broadcast = broadcast
         self._describe = weakref.WeakMethod(describe)
-        self._looking = threading.RLock()  # a finalizer may run while it is held
+        self._lock = threading.RLock()  # a finalizer may run while it is held
         self._is_over = threading.Event()
         self._has_published = False  # whether a failure was published since the last reset
         self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
@@ -64,7 +64,7 @@ class Monitor:
     @contextlib.contextmanager
     def resetting(self) -> Iterator[None]:
         """Pauses the monitor during a reset, after which earlier failures no longer count on any rank."""
-        with self._looking:
+        with self._lock:
             yield
             self._has_published = False
             if self._broadcast is not None:
@@ -87,13 +87,13 @@ class Monitor:
     def _run(self) -> None:
         while not self._is_over.wait(INTERVAL_S):
             try:
-                with self._looking:
-                    self._look()
+                with self._lock:
+                    self._check()
             except Exception as error:  # for example of a GPU that no longer works: the next call raises it
-                log.debug("rank %d is no longer looked after: %s", self._rank, error)
+                log.debug("rank %d is no longer watched: %s", self._rank, error)
                 return
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._backend.masks:
             return
         if (aborted := self._backend.aborted()) is not None:
@@ -103,7 +103,7 @@ class Monitor:
         else:
             fates = self._fates()
             self._backend.settle_refusal(fates)
-            self._look_at_processes(fates)
+            self._check_processes(fates)
 
     def _publish(self, outcome: str, rank: int) -> None:
         describe = self._describe()
@@ -118,7 +118,7 @@ class Monitor:
         for watcher in failures.watchers:
             watcher(failure.cause)
 
-    def _look_at_processes(self, fates: Mapping[int, str]) -> None:
+    def _check_processes(self, fates: Mapping[int, str]) -> None:
         """fates: read before the statuses, because a rank may do its part and then end."""
         if not fates:
             return  # statuses query a GPU, so they are read only if a rank has ended

@@ -72,7 +72,7 @@ NEWS_S = 3.0
 MISSING = "\0"  # in the text of a cause: what another rank has not said yet
 # Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
 REFUSAL_S = 1.0
-TOLD_TO_STOP = "was told to stop: "
+ABORTED_BY_CALLER = "was told to stop: "
 IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/launcher.h
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class RankGroup(OfOneProcess):
         backend = self._backend
         if backend is None:
             return
-        backend.abort(interrupted=False, failed=True, reason=f"{TOLD_TO_STOP}{reason}")
+        backend.abort(interrupted=False, failed=True, reason=f"{ABORTED_BY_CALLER}{reason}")
         self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
 
     def report_unseen(self) -> None:
@@ -344,14 +344,14 @@ class RankGroup(OfOneProcess):
                 error.args = (f"{error}; {HOW_TO_GO_ON}",)
 
     def refuse(
-        self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_told: bool = False
+        self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_raised: bool = False
     ) -> bool:
         """Ends the waits of the other ranks, because this one has refused its arguments, was interrupted, or failed.
         Returns whether the buffer must then be reset; a host backend finds out whether all ranks refused.
 
-        is_told: whether the caller raises an EPError for this step, even if another rank failed first.
+        is_raised: whether the caller raises an EPError for this step, even if another rank failed first.
         """
-        self._is_seen |= is_told
+        self._is_seen |= is_raised
         if self._backend is None or len(self.ranks) == self.topology.world_size:
             return False
         if interrupted or failed or not self._backend.refuse(reason):
@@ -410,7 +410,7 @@ class RankGroup(OfOneProcess):
         reasons = [status.reason for status in (*first, *(statuses if outcome == "lost" else ()))]
         reason = next(filter(None, reasons), "")
         why = f": {reason}" if reason else MISSING
-        if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
+        if outcome == "failed" and reason.startswith((ABORTED_BY_CALLER, blame.STOPPED_WAITING)):
             return f"rank {rank} {reason}"
         incidents = [i for status in first for i in status.incidents if i["outcome"] == outcome]
         peer = f"rank {incidents[0]['peer']}" if incidents else f"another rank{MISSING}"

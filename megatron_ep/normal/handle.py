@@ -202,6 +202,6 @@ class Handle(OfOneProcess):
         return (self.topk, self.is_flat, self.one_hop, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
 
     @property
-    def age(self) -> int:
-        """The number of buffer resets since the handle was made. A reset restarts the numbers that identify layouts."""
+    def resets_since_made(self) -> int:
+        """The buffer's resets since the handle was made. A reset restarts the numbers that identify layouts."""
         return self.group.resets - self.made_after_resets

@@ -115,7 +115,7 @@ class OneHopDispatchPlan:
             parts.append(parts_of_rank)
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
             given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
-            given += (counts, rows, layout_call, handle.age)
+            given += (counts, rows, layout_call, handle.resets_since_made)
         launches.ranks.launch(backend, self.call, stream, given)
         if made:
             if self.waits:
@@ -206,7 +206,7 @@ class OneHopCombinePlan:
             if factors is not None and not factors.numel():
                 factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
             given += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
-            given += (rank.rows, layout_call, handle.age)
+            given += (rank.rows, layout_call, handle.resets_since_made)
         _launches_of(group).ranks.launch(backend, self.call, stream, given)
         if backend.aborted() is not None:
             group.raise_if_aborted()
@@ -229,7 +229,7 @@ def _check(handle: Handle, backend: Backend, stream: int) -> None:
     for rank in handle.ranks:
         if rank.made_on != stream:
             backend.keep_for_launch([rank.layout], rank.made_on)
-        if handle.age and int(rank.layout[OVERFLOW]) == -1:
+        if handle.resets_since_made and int(rank.layout[OVERFLOW]) == -1:
             raise ValueError("handle is of a dispatch that failed before the buffer's reset, must be of a later one")
 
 

@@ -265,9 +265,9 @@ class DispatchPlan:
         else:
             passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
         per_expert = None if ids is None else rank.tokens_per_expert
-        age = handle.group.resets - handle.made_after_resets
+        resets = handle.group.resets - handle.made_after_resets
         tensors = (ids, per_expert, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
-        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, speculative, fills, age)
+        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, speculative, fills, resets)
         return (out, out_scales, out_weights), tensors + numbers
 
 

@@ -123,7 +123,7 @@ class _AllLimits:
             for limit in over:
                 limit.reset()
             for group in set(over.values()):
-                group.refuse(failed=True, reason=reason, is_told=True)
+                group.refuse(failed=True, reason=reason, is_raised=True)
             raise EPOverflowError(reason)
 
     def abort(self, reason: str) -> None:

@@ -96,7 +96,7 @@ class SequenceDispatcher:
                 f"plan is for {plan.world} ranks, must be for the {group.topology.world_size} of the buffer"
             )
         handles = self._handles.get(plan)
-        if handles is None or handles.q.age:  # after a reset the calls that fill the tables may not have finished
+        if handles is None or handles.q.resets_since_made:  # a call that fills the tables may not have finished
             handles = self._handles[plan] = handles_of(plan, group)
         return handles
 

@@ -196,7 +196,7 @@ def test_a_rank_may_do_its_part_and_end(monkeypatch) -> None:
     )
     monitor = Monitor(backend, 0, {1: 1, 2: 2}, None, owner.describe)
     for _ in range(2):
-        monitor._look()
+        monitor._check()
     monitor.stop()
     assert backend.has_ended and backend.failed is None
 
