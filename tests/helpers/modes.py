@@ -27,7 +27,7 @@ class Place:
         return ep.Tuning(nvl_ring_bytes=size, rdma_ring_bytes=size)
 
 
-HOST, GPU = Place("cpu", 33, torch.float32, 2.5), Place("cuda", 520, torch.bfloat16, 2.0)
+HOST, GPU = Place("cpu", 33, torch.float32, 4.0), Place("cuda", 520, torch.bfloat16, 2.0)
 
 
 class Calls:

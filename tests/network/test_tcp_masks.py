@@ -70,12 +70,12 @@ def without(world: int, *ranks: int) -> torch.Tensor:
     return active
 
 
-def make(machines: int, per_machine: int):
+def make(machines: int, per_machine: int, mask_s: float = MASK_S):
     """A buffer over the network, and its low-latency mode, which masks."""
     config = ep.Config(num_experts=EXPERTS * machines * per_machine, timeout=30)
     buffer = ep.Buffer(None, config, ep.Topology(machines, per_machine))
     assert buffer.fabric == "tcp"
-    return buffer, ep.LowLatency(buffer, **SIZES, on_dead_rank="mask", mask_timeout=MASK_S)
+    return buffer, ep.LowLatency(buffer, **SIZES, on_dead_rank="mask", mask_timeout=mask_s)
 
 
 def run_masked_by_callers(machines: int, per_machine: int) -> None:
@@ -83,7 +83,7 @@ def run_masked_by_callers(machines: int, per_machine: int) -> None:
     last rank; after a reset none is left out."""
     world = machines * per_machine
     with machines_of(per_machine):
-        buffer, mode = make(machines, per_machine)
+        buffer, mode = make(machines, per_machine, mask_s=20.0)
         with buffer:
             a, b = per_machine - 1, world - per_machine
             for active in (
