@@ -157,7 +157,9 @@ class LowLatencyCalls:
         """
         plan, stream = handle.plan, backend.current_stream()
         size, call_offset = plan.offsets["size"], 4 * plan.offsets["dispatch_call"]
-        handle.made_on, parts, given = stream, list[Received](), tuple[Any, ...]()
+        handle.made_on = stream
+        parts: list[Received] = []
+        given: tuple[Any, ...] = ()
         for x, ids, weights, scales, recv_rows, recv_wait_ns in inputs:
             layout = torch.empty(size, dtype=torch.int32, device=self.group.device)
             out, probs, out_scales = backend.new_output(plan.out_shape, plan.dtype), None, None
@@ -194,7 +196,8 @@ class LowLatencyCalls:
         stream, made_by = backend.current_stream(), handle.plan
         if handle.made_on != stream:
             backend.keep_for_launch(handle.layouts, handle.made_on)
-        parts, given = list[tuple[Tensor, Maybe]](), tuple[Any, ...]()
+        parts: list[tuple[Tensor, Maybe]] = []
+        given: tuple[Any, ...] = ()
         call: Any
         for x, values, weights, out, recv_wait_ns in inputs:
             i = len(parts)

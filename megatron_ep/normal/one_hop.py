@@ -99,7 +99,9 @@ class OneHopDispatchPlan:
             self._check_ids(group, ids)
         else:
             _check(handle, backend, stream)
-        parts, given, made = list[Outputs](), tuple[Any, ...](), list[RankHandle]()
+        parts: list[Outputs] = []
+        made: list[RankHandle] = []
+        given: tuple[Any, ...] = ()
         for i, x in enumerate(xs):
             # Another dispatch with a handle's layout makes the same layout again, in other memory.
             layout = torch.empty(self.offsets["size"], dtype=torch.int32, device=group.device)
@@ -192,7 +194,8 @@ class OneHopCombinePlan:
         """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
         group, stream = handle.group, backend.current_stream()
         _check(handle, backend, stream)
-        parts, given = list[tuple[Tensor, Maybe]](), tuple[Any, ...]()
+        parts: list[tuple[Tensor, Maybe]] = []
+        given: tuple[Any, ...] = ()
         for i, rank in enumerate(handle.ranks):
             y = backend.new_output((rank.num_tokens, xs[i].shape[1]), xs[i].dtype)
             y_weights = None
