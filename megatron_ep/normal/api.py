@@ -229,7 +229,11 @@ def _dispatch_by_plan(
         out = autograd.DispatchFunction.apply(handle, 1, run, *tensors)
         rows, row_scales, probs = out[0], None if scales is None else out[-1], None if topk_weights is None else out[1]
     else:
-        rows, row_scales, probs = plans.run_plan(plan, handle, backend, topk_idx, x, scales, topk_weights)
+        try:
+            rows, row_scales, probs = plan.run(handle, backend, topk_idx, x, scales, topk_weights)
+        except BaseException as error:
+            group.abort_peers(error)
+            raise
     return _ReceivedLater(rows, row_scales, probs, handle=handle)
 
 
@@ -285,7 +289,11 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         backend = group._backend
         if plan is not None and backend is not None and backend.aborted() is None:
             if not key[0]:
-                return plans.run_plan(plan, handle, backend, x, None, weights)[0]
+                try:
+                    return plan.run(handle, backend, x, None, weights)[0]
+                except BaseException as error:
+                    group.abort_peers(error)
+                    raise
             function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
             tensors = (x,) if weights is None else (x, weights)
             return function.apply(handle, 1, autograd.sums_by_plan(plan, handle, backend), *tensors)[0]
