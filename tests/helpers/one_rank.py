@@ -73,7 +73,7 @@ def run_one_absent(mode: str, place: Place, phase: str, nodes: int) -> str:
 
 def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
     """Rank 2 gives a wrong argument. Who is still in the call before may be stopped there."""
-    calls = MODES[mode](place, nodes, 10.0)
+    calls = MODES[mode](place, nodes, 30.0)
     x, ids, weights = calls.own()
     wrong = calls.rank == 2
     if wrong and kind == "dtype":
@@ -89,7 +89,7 @@ def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
             calls.combine(received)
         calls.dispatch(x, ids, weights)  # ranks that needed nothing of rank 2 so far hear of it now
         calls.buffer.synchronize()
-    assert time.monotonic() - started < 10, "the others waited until they timed out"
+    assert time.monotonic() - started < 20, "the others waited until they timed out"
     if place == HOST:
         with pytest.raises(ep.EPAbortError, match="reset"):
             calls.dispatch(*calls.own())
