@@ -95,6 +95,15 @@ MUTANTS = [
         "(void)credited; return false;",
         LL_NETWORKS,
     ),
+    changed(
+        "staged_part: sums for two ranks share a slot",
+        LL_HEAP,
+        """return staged_parts_ + slot(sums_at_expert ? slot_of_token(bank, rank, token)
+                                                   : slot_of_choice(bank, rank, token, choice));""",
+        "(bank, rank, token)",
+        "(bank, 0, token)",
+        LL_NETWORKS,
+    ),
     Mutant(
         "need_release: a rank that has sent has received all before",
         LL_HEAP,
