@@ -6,6 +6,7 @@
 
 #include "bindings/launcher.h"
 #include "core/cuda/deferred_release.h"
+#include "core/notify_args.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/low_latency.h"
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "core/heap.h"
 #include "core/layout.h"
@@ -153,13 +152,6 @@ struct FusedDispatchArgs : DispatchArgs {
         return args;
     }
 };
-
-// Notify arguments of fused dispatches, one per rank. The GPU counts the epoch itself.
-inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
-    std::vector<NotifyArgs> all;
-    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
-    return all;
-}
 
 struct CombineArgs : TransferArgs {
     const char* x;        // [max_rows, payload_bytes]

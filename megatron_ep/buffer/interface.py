@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -50,8 +51,6 @@ class Backend:
 
     group: compiled group of these ranks.
     nic: sends failures to ranks of other machines; None: all ranks share memory.
-
-    aborted: returns outcome and rank of the first failure since the last reset, if this process knows of one.
     """
 
     memories: Sequence[Any]  # mapped memory of all ranks
@@ -68,12 +67,17 @@ class Backend:
 
     def __init__(self, group: _C.Group, nic: _C.SoftwareNic | None = None):
         self.group = group
-        self.aborted: Callable[[], tuple[str, int] | None] = group.aborted  # directly, because each call asks twice
         self._nic = nic
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
 
     # ---- launches
+
+    @functools.cached_property
+    def aborted(self) -> Callable[[], tuple[str, int] | None]:
+        """The extension's own method, because each call asks twice: returns outcome and rank of the first failure since
+        the last reset, if this process knows of one."""
+        return self.group.aborted
 
     def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
         """Calls `group.launch`. group: the group of this backend or of a part. stream: the current one.

@@ -23,23 +23,25 @@ def signature(settings: tuple[Any, ...], x: Any, ids: Any, weights: Any, *others
     try:  # no loop over the tensors, because each call does this
         if not x.is_contiguous() or x.is_neg():  # there is no is_conj: only complex tensors can be conjugated
             return None
-        needs_gradient = x.requires_grad
-        key: Signature = (settings, x.__class__, x.dtype, x.shape, x.device, needs_gradient)
+        of_x = needs_gradient = x.requires_grad
+        of_ids = of_weights = None
         if ids is not None:
-            if not ids.is_contiguous() or ids.is_neg():
+            if not ids.is_contiguous():  # a view of integers is never negated
                 return None
-            key += (ids.__class__, ids.dtype, ids.shape, ids.device)
+            of_ids = (ids.__class__, ids.dtype, ids.shape, ids.device)
         if weights is not None:
             if not weights.is_contiguous() or weights.is_neg():
                 return None
-            needs_gradient = needs_gradient or weights.requires_grad
-            key += ("weights", weights.__class__, weights.dtype, weights.shape, weights.device)
+            needs_gradient = of_x or weights.requires_grad
+            of_weights = (weights.__class__, weights.dtype, weights.shape, weights.device)
+        of_others: tuple[Any, ...] = ()
         for i, tensor in enumerate(others):
             if tensor is not None:
                 if not tensor.is_contiguous() or tensor.is_neg():
                     return None
-                key += (i, tensor.__class__, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
-        return (needs_gradient and torch.is_grad_enabled(), *key)
+                of_others += (i, tensor.__class__, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+        needs_gradient = needs_gradient and torch.is_grad_enabled()
+        return (needs_gradient, settings, x.__class__, x.dtype, x.shape, x.device, of_x, of_ids, of_weights, of_others)
     except AttributeError:
         return None
 

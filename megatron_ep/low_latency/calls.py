@@ -160,7 +160,7 @@ class LowLatencyCalls:
         handle.made_on = stream
         parts: list[Received] = []
         given: tuple[Any, ...] = ()
-        for x, ids, weights, scales, recv_rows, recv_wait_ns in inputs:
+        for x, ids, weights, scales, recv_rows, wait_ns in inputs:
             layout = torch.empty(size, dtype=torch.int32, device=self.group.device)
             out, probs, out_scales = backend.new_output(plan.out_shape, plan.dtype), None, None
             if weights is not None:
@@ -172,8 +172,8 @@ class LowLatencyCalls:
             required = None if handle.forward is None else self._required(handle.forward, backend, len(parts))
             handle.layouts.append(layout)
             parts.append((out, probs, out_scales))
-            given += (layout, layout.data_ptr() + call_offset, ids, x, scales, weights, out, out_scales, probs)
-            given += (recv_rows, recv_wait_ns, required)
+            number = layout.data_ptr() + call_offset
+            given += (layout, number, ids, x, scales, weights, out, out_scales, probs, recv_rows, wait_ns, required)
         handle.call = self._launch(self.dispatches, backend, plan.call, stream, given, pending)
         return parts
 

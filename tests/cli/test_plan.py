@@ -123,7 +123,7 @@ def test_what_a_buffer_would_refuse(arguments, name, capsys):
     [
         ("topology.h", f"kMaxNodeRanks = {limits.MAX_NODE_RANKS};"),
         ("row.h", f"kMaxTopk = {limits.MAX_TOPK};"),
-        ("low_latency_heap.h", f"kMaxTokens = {limits.MAX_LOW_LATENCY_TOKENS};"),
+        ("low_latency_heap.h", f"int max_tokens;  // per rank, at most {limits.MAX_LOW_LATENCY_TOKENS}:"),
     ],
 )
 def test_limits_are_what_the_kernels_take(header, limit):

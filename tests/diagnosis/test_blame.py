@@ -193,7 +193,8 @@ class OnANetwork(RankGroup):
     def __init__(self, *come: list[blame.RankStatus]):
         super().__init__()
         self.topology, self.ranks = ep.Topology(2, 1), [0]
-        self._backend = mock.Mock(incidents=list, rank_statuses=mock.Mock(side_effect=come))
+        self._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=come))
+        self._backend.group.incidents = list
 
 
 def later_cause(outcome: str, incidents: tuple = (), reason: str = "") -> str:

@@ -45,7 +45,9 @@ class Scripts:
     def __init__(self, tree, out):
         self._out = out
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-        self._server = Program([__file__, tree], environment | {"OMP_NUM_THREADS": "1"})
+        # Python 3.11.0 to 3.11.3 pickle enums, which Megatron's checkpoints hold, as torch.load refuses by default.
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+        self._server = Program([__file__, tree], environment)
 
     def __enter__(self):
         return self

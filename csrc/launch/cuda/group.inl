@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/cuda/runtime.h"
+#include "core/notify_args.h"
 #include "launch/cuda/channels.h"
 #include "launch/cuda/fused_dispatch.h"
 #include "launch/cuda/group.h"

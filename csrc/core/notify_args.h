@@ -1,0 +1,16 @@
+#pragma once
+
+#include <vector>
+
+#include "core/args.h"
+
+namespace ep {
+
+// Notify arguments of fused dispatches, one per rank. The GPU counts the epoch itself.
+inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
+    std::vector<NotifyArgs> all;
+    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
+    return all;
+}
+
+}  // namespace ep
