@@ -29,9 +29,7 @@ using Group = ep::CudaGroup<ep::P2pFabricParams>;
 const ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
 
 void close_descriptor(const std::string& handle) {
-    int descriptor = -1;
-    std::memcpy(&descriptor, handle.data(), sizeof(descriptor));
-    if (close(descriptor)) std::abort();
+    if (close(ep::handle_of<int>(handle))) std::abort();
 }
 
 void start() {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 namespace ep {
@@ -13,6 +15,21 @@ bool has_native_atomics(int device, int peer);
 // How another process maps memory: by CUDA IPC; or, if it is CUDA virtual memory, by a file
 // descriptor within the host, or by a fabric handle from any host of the NVLink domain.
 enum class MemoryKind { Ipc, Descriptor, Fabric };
+
+// A driver's handle as bytes, and back. Throws std::invalid_argument for another number of bytes.
+template <class T>
+std::string bytes_of(const T& handle) {
+    return std::string(reinterpret_cast<const char*>(&handle), sizeof(T));
+}
+template <class T>
+T handle_of(const std::string& bytes) {
+    if (bytes.size() != sizeof(T))
+        throw std::invalid_argument("handle has " + std::to_string(bytes.size()) +
+                                    " bytes, must have " + std::to_string(sizeof(T)));
+    T handle;
+    std::memcpy(&handle, bytes.data(), sizeof(T));
+    return handle;
+}
 
 // Memory of a GPU for the symmetric heap of one rank, which other processes may map through its
 // handle.

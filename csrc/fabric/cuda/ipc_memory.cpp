@@ -2,7 +2,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstring>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -21,13 +20,9 @@ std::multimap<Kind, char*>& spare() {
 }
 
 char* map(const std::string& handle) {
-    cudaIpcMemHandle_t ipc;
-    if (handle.size() != sizeof(ipc))
-        throw std::invalid_argument("handle has " + std::to_string(handle.size()) +
-                                    " bytes, must have " + std::to_string(sizeof(ipc)));
-    std::memcpy(&ipc, handle.data(), sizeof(ipc));
     void* data = nullptr;
-    check_cuda(cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess),
+    check_cuda(cudaIpcOpenMemHandle(&data, handle_of<cudaIpcMemHandle_t>(handle),
+                                    cudaIpcMemLazyEnablePeerAccess),
                "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this "
                "one: see nvidia-smi "
                "topo -p2p r)");
@@ -111,7 +106,7 @@ std::string IpcMemory::handle() {
     cudaIpcMemHandle_t ipc;
     check_cuda(cudaIpcGetMemHandle(&ipc, data_), "cudaIpcGetMemHandle");
     is_shared_ = true;
-    return std::string(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
+    return bytes_of(ipc);
 }
 
 }  // namespace ep

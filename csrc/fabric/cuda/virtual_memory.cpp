@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #include "core/cuda/deferred_release.h"
@@ -72,21 +71,27 @@ CUmemAllocationProp properties(int device, MemoryKind kind) {
     return found;
 }
 
-CUmemGenericAllocationHandle import(const std::string& handle, MemoryKind kind) {
-    int descriptor = -1;
-    CUmemFabricHandle fabric;
-    const bool is_fabric = kind == MemoryKind::Fabric;
-    const size_t size = is_fabric ? sizeof(fabric) : sizeof(descriptor);
-    if (handle.size() != size)
-        throw std::invalid_argument("handle has " + std::to_string(handle.size()) +
-                                    " bytes, must have " + std::to_string(size));
-    std::memcpy(is_fabric ? static_cast<void*>(&fabric) : &descriptor, handle.data(), size);
-    void* const from =
-        is_fabric ? static_cast<void*>(&fabric) : reinterpret_cast<void*>(intptr_t{descriptor});
+CUmemGenericAllocationHandle import_memory(const std::string& handle, MemoryKind kind) {
     CUmemGenericAllocationHandle memory = 0;
-    check_driver(driver().cuMemImportFromShareableHandle(&memory, from, handle_type(kind)),
-                 "cuMemImportFromShareableHandle");
+    auto take = [&](void* from) {
+        check_driver(driver().cuMemImportFromShareableHandle(&memory, from, handle_type(kind)),
+                     "cuMemImportFromShareableHandle");
+    };
+    if (kind == MemoryKind::Fabric) {
+        auto fabric = handle_of<CUmemFabricHandle>(handle);
+        take(&fabric);
+    } else {
+        take(reinterpret_cast<void*>(intptr_t{handle_of<int>(handle)}));
+    }
     return memory;
+}
+
+template <class T>
+std::string export_memory(CUmemGenericAllocationHandle memory, MemoryKind kind) {
+    T handle{};
+    check_driver(driver().cuMemExportToShareableHandle(&handle, memory, handle_type(kind), 0),
+                 "cuMemExportToShareableHandle");
+    return bytes_of(handle);
 }
 
 }  // namespace
@@ -125,7 +130,7 @@ struct VirtualMemory::Mapping {
     }
     // Maps another process's memory, which lives as long as it is mapped.
     void map_other(const std::string& handle, MemoryKind kind) {
-        const CUmemGenericAllocationHandle memory = import(handle, kind);
+        const CUmemGenericAllocationHandle memory = import_memory(handle, kind);
         unmap();
         try {
             map(memory);
@@ -184,14 +189,8 @@ VirtualMemory::~VirtualMemory() {
 }
 
 std::string VirtualMemory::handle() {
-    int descriptor = -1;
-    CUmemFabricHandle fabric;
-    const bool is_fabric = kind_ == MemoryKind::Fabric;
-    void* const to = is_fabric ? static_cast<void*>(&fabric) : &descriptor;
-    check_driver(driver().cuMemExportToShareableHandle(to, mapping_->own, handle_type(kind_), 0),
-                 "cuMemExportToShareableHandle");
-    return std::string(static_cast<const char*>(to),
-                       is_fabric ? sizeof(fabric) : sizeof(descriptor));
+    return kind_ == MemoryKind::Fabric ? export_memory<CUmemFabricHandle>(mapping_->own, kind_)
+                                       : export_memory<int>(mapping_->own, kind_);
 }
 
 }  // namespace ep
