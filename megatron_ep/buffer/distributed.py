@@ -122,13 +122,17 @@ class DistributedRankGroup(RankGroup):
         return peer_memory.kind_for(self._machines, self._infos[0].memory)
 
     @property
+    def _is_one_machine(self) -> bool:
+        return len(self._neighbours) == self.topology.world_size
+
+    @property
     def can_take_back(self) -> bool:
         """Whether all ranks are on this machine, without a network: then `take_back` can map those in new processes."""
-        return self._network is None and len(self._neighbours) == self.topology.world_size
+        return self._is_one_machine and self._network is None
 
     def _broadcast(self) -> FailureBroadcast | None:
         """Returns what carries failures between ranks; None if all ranks share memory, or the store is unavailable."""
-        if len(self._neighbours) == self.topology.world_size and self.fabric not in choice.NETWORKS:
+        if self._is_one_machine and self.fabric not in choice.NETWORKS:
             return None
         store = self._rendezvous.connection()
         return None if store is None else FailureBroadcast(store, self.topology.world_size)
@@ -339,7 +343,7 @@ class DistributedRankGroup(RankGroup):
         return introduce(self.config, topology, self.device)
 
     def keeps_lines(self) -> bool:
-        if self.fabric == "p2p" and not self.can_take_back:
+        if self.fabric == "p2p" and not self._is_one_machine:
             return True  # within an NVLink domain, whose atomics were tried when the fabric was chosen
         gpus = [info.gpu for info in self._infos]
         return all(self._rendezvous.gather(atomics.are_native(gpus[self.rank], gpus)))
@@ -350,7 +354,7 @@ class DistributedRankGroup(RankGroup):
         return connect.low_latency(self._gpu_rank(blocks), heap, self.fabric, backend.connection)
 
     def _gpu_rank(self, blocks: int) -> GpuRank:
-        return GpuRank(self._rendezvous, self.config, self._infos, self.device, blocks)
+        return GpuRank(self._rendezvous, self.config, self._infos, self.device, blocks, self._memory_kind)
 
     def shared_segments(self, size: int) -> list[Any]:
         """Returns `size` bytes of host memory for each rank of this machine, mapped by all of them, and a mirror of the

@@ -17,7 +17,6 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.config import Config
-from megatron_ep.fabrics import peer_memory
 from megatron_ep.fabrics.rank_info import RankInfo, machines
 from megatron_ep.fabrics.tcp import Network
 from megatron_ep.meeting.rendezvous import StoreRendezvous
@@ -30,6 +29,7 @@ class GpuRank:
     infos: what each rank has told about itself.
     device: GPU of this rank.
     blocks: thread blocks of each launch on it, one per SM.
+    memory: how ranks that p2p connects map each other's memory, see `peer_memory.py`.
     """
 
     rendezvous: StoreRendezvous
@@ -37,6 +37,7 @@ class GpuRank:
     infos: Sequence[RankInfo]
     device: torch.device
     blocks: int
+    memory: str
 
     @property
     def rank(self) -> int:
@@ -51,11 +52,6 @@ class GpuRank:
     def gpus(self) -> list[str | None]:
         """The UUID of each rank's GPU."""
         return [info.gpu for info in self.infos]
-
-    @property
-    def memory(self) -> str:
-        """How ranks that p2p connects map each other's memory."""
-        return peer_memory.kind_for(self.machines, self.infos[0].memory)
 
     @property
     def processes(self) -> str:

@@ -57,7 +57,7 @@ def connected(
 
 
 def gpu_rank(rendezvous: StoreRendezvous, infos: list[RankInfo], blocks: int) -> GpuRank:
-    return GpuRank(rendezvous, ep.Config(num_experts=8), infos, DEVICE, blocks)
+    return GpuRank(rendezvous, ep.Config(num_experts=8), infos, DEVICE, blocks, peer_memory.IPC)
 
 
 @contextlib.contextmanager

@@ -96,6 +96,16 @@ def rendezvous_with_memory(**of_rank_1: bool):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def words_of(memories: list[Memory], rendezvous: StoreRendezvous) -> list[int]:
+    """The first words once all ranks have added to them. Releases the memories."""
+    rendezvous.barrier()
+    words = [memory.first_word() for memory in memories]
+    rendezvous.barrier()
+    for memory in memories:
+        memory.release()
+    return words
+
+
 def run_mapped(kind: str) -> list[int]:
     """Each rank adds to the memory of all others, and to its own."""
     with rendezvous_with_memory() as rendezvous:
@@ -103,12 +113,7 @@ def run_mapped(kind: str) -> list[int]:
         for _ in range(dist.get_rank() + 1):
             for memory in memories:
                 memory.add_one()
-        rendezvous.barrier()
-        words = [memory.first_word() for memory in memories]
-        rendezvous.barrier()
-        for memory in memories:
-            memory.release()
-    return words
+        return words_of(memories, rendezvous)
 
 
 @pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
@@ -130,12 +135,7 @@ def run_replaced(kind: str) -> list[int]:
                 rendezvous.agree(lambda: memories[2].replace(handles[2]))
         memories[2].add_one()
         memories[0].add_one()
-        rendezvous.barrier()
-        words = [memory.first_word() for memory in memories]
-        rendezvous.barrier()
-        for memory in memories:
-            memory.release()
-    return words
+        return words_of(memories, rendezvous)
 
 
 @pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
