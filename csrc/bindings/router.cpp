@@ -48,7 +48,7 @@ void bind_pass(py::module_& m, const char* name,
             run(config, args, as<On>(on));
         },
         py::arg("config"), py::arg("members"), py::arg("on"),
-        "members: numbers, and tensors or None, by their names in router/args.h. on: the largest "
+        "members: numbers, and tensors or None, by their names in router/router.h. on: the largest "
         "number of threads, or a stream.");
 }
 

@@ -59,7 +59,7 @@ struct TransferArgs {
     // Flat layout: rows lie in order of arrival, once each for any number of experts, with K
     // weights each. A dispatch that fills tables stores the local experts in `dst_rows`.
     bool is_flat = false;
-    uint32_t resets_since_made = 0;  // resets since the handle was made
+    uint32_t resets_since_made = 0;  // of the handle
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room

@@ -414,17 +414,18 @@ class RankGroup(OfOneProcess):
             return f"rank {rank} {reason}"
         incidents = [i for status in first for i in status.incidents if i["outcome"] == outcome]
         peer = f"rank {incidents[0]['peer']}" if incidents else f"another rank{MISSING}"
-        if outcome == "mismatch" and incidents and incidents[0]["waiting_for"] != "nothing":
-            return f"rank {rank} was sent counts of rows that no rank can have, by {peer}"
-        sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
-        if sent.endswith(disagreement.UNKNOWN) and (self.spans_machines or not incidents):
-            sent += MISSING
+        if outcome == "mismatch":
+            if incidents and incidents[0]["waiting_for"] != "nothing":
+                return f"rank {rank} was sent counts of rows that no rank can have, by {peer}"
+            sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
+            if sent.endswith(disagreement.UNKNOWN) and (self.spans_machines or not incidents):
+                sent += MISSING
+            return f"rank {rank} met a row that was not meant for its call: {sent}"
         return {
             "bad_input": f"rank {rank} refused its arguments{why}",
             "failed": f"rank {rank} failed for a reason of its own{why}",
             "lost": f"the connection to rank {rank} broke{why}",
             "interrupted": f"rank {rank} was interrupted",
-            "mismatch": f"rank {rank} met a row that was not meant for its call: {sent}",
             "cut_off": f"rank {rank} came too late: {peer} took it for dead, has masked it and goes on without it",
             "masked": f"rank {rank} met {peer} in a backward pass, masked since its forward pass",
             "no_layout": f"rank {rank} used the handle of a dispatch that failed",

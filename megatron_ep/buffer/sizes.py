@@ -42,8 +42,9 @@ def default_sms(topology: Topology) -> int:
 
 def most_tokens_in_one_hop(config: Config, sms: int, over_network: bool) -> int:
     """Returns the tokens of a rank up to which a launch on this many SMs is faster in one hop than through rings."""
-    of_network = max(1, ONE_HOP_BYTES_OVER_NETWORK // (config.row_bytes or WIDEST_ROW_BYTES))
-    return of_network if over_network else ONE_HOP_TOKENS_PER_SM * sms
+    if over_network:
+        return max(1, ONE_HOP_BYTES_OVER_NETWORK // (config.row_bytes or WIDEST_ROW_BYTES))
+    return ONE_HOP_TOKENS_PER_SM * sms
 
 
 def low_latency_sms(lines: bool) -> int:
