@@ -5,7 +5,11 @@ one that fits. Prints a table.
 
     PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ...]
 
-Takes 4, 2 or 1 of the GPUs that are there, as many as EP. megatron_ep (with CUDA kernels), megatron-core's compiled
+Takes 4, 2 or 1 of the GPUs that are there, as many as EP. RECIPE and SET: another recipe and what it changes, as in
+
+    RECIPE=qwen3_30b_a3b SET="topology.nodes=1 model.num_layers=4 model.num_moe_experts=128" python tests/gpu/train_slice.py
+
+megatron_ep (with CUDA kernels), megatron-core's compiled
 helpers and transformer_engine must be importable. OUT: folder for slice.json and the logs (default: build/gpu).
 BUDGET: seconds for everything (470); cases that no longer fit are said to be left out. STEPS: of each case (14).
 """
@@ -128,7 +132,7 @@ def run(name, case, gpus, tree, out, limit, **variables):
     """The figures of one case, or None when it failed; its log says why. variables: of `train_slice_rank.py`."""
     steps = int(os.environ.get("STEPS", 14))
     recipe = script_recipe.load(
-        ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml",
+        ROOT / "recipes" / f"{os.environ.get('RECIPE', 'deepseek_v3_slice_4gpu')}.yaml",
         [
             f"topology.ranks_per_node={gpus}",
             f"parallel.expert_model_parallel_size={gpus}",
@@ -138,6 +142,7 @@ def run(name, case, gpus, tree, out, limit, **variables):
             f"model.num_moe_experts={max(8 * gpus, 16)}",
             f"dispatcher.num_sms={case.num_sms}",
             "dispatcher.router=megatron",
+            *os.environ.get("SET", "").split(),
             *case.recipe,
         ],
     )
