@@ -11,11 +11,11 @@ PROGRAM = """
 import os, sys
 import torch
 import megatron_ep as ep
-from megatron_ep.cli import check_common, check_job
+from megatron_ep.cli import checks
 from megatron_ep.cli.main import main
 
-check_job.CASES = 3
-check_common.MEGATRON_LAYERS = {"": (1, {}), ", TP 3": (3, {})}
+checks.CASES = 3
+checks.MEGATRON_LAYERS = {"": (1, {}), ", TP 3": (3, {})}
 how = sys.argv[1] if os.environ["RANK"] == "1" else "well"
 dispatch, combine, calls = ep.dispatch, ep.combine, []
 
@@ -33,7 +33,7 @@ def ends(*arguments, **options):
 
 ep.dispatch = {"other gradient": other_gradient, "ends": ends}.get(how, dispatch)
 if sys.argv[1] == "few sums":
-    check_job.summable_dtypes = lambda device: (torch.bfloat16, torch.float32)
+    checks.summable_dtypes = lambda device: (torch.bfloat16, torch.float32)
 if how == "other sum":
     ep.combine = lambda *arguments, **options: combine(*arguments, **options) + 1e-9
 sys.exit(main(["check", "--timeout", "30"]))

@@ -22,7 +22,7 @@ from cards import cards_with
 from waits import within
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.cli.check_common import MEGATRON_LAYERS
+from megatron_ep.cli.checks import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
