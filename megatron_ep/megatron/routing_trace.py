@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.megatron import agreement, shared_buffers, trace_file
+from megatron_ep.megatron import agreement, trace_file
 
 MAX_PASSES = 1 << 16  # passes of a step; more mean that `end_step` is not called
 
@@ -179,13 +179,10 @@ class _Recorder:
     def _open(self) -> Any:
         assert self.of_job is not None, "follow comes first"
         group, expert_ranks, config = self.of_job
-        topology = shared_buffers.topology_of(group)
-        assert topology is not None, "its layers have dispatched"
         header = trace_file.Header(
             rank=dist.get_rank(),
             group=_ranks(group),
             expert_ranks=expert_ranks,
-            ranks_per_node=topology.ranks_per_node,
             num_experts=int(config.num_moe_experts or 0),
             topk=config.moe_router_topk,
         )

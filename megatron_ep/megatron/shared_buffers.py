@@ -139,11 +139,6 @@ def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
     return torch.stack(counts).sum(dim=0) if counts else None
 
 
-def topology_of(group: dist.ProcessGroup) -> ep.Topology | None:
-    """Returns how the ranks of a group form nodes; None before its first buffer is created."""
-    return next((buffer.topology for (own, *_), buffer in _buffers.items() if own is group), None)
-
-
 def close_buffers() -> None:
     """Closes every shared buffer. The next forward pass creates new ones.
 

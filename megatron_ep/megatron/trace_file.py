@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 SUFFIX = ".routing"
-FORMAT = "megatron_ep routing 2"
+FORMAT = "megatron_ep routing 3"
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,12 @@ class Header:
     """The header of a rank's file.
 
     rank: rank in the job. group: ranks of the job that exchange tokens; ranks with the same experts are adjacent.
-    expert_ranks: EP; an expert is on len(group) / EP ranks. ranks_per_node: ranks of the group per node.
+    expert_ranks: EP; an expert is on len(group) / EP ranks.
     """
 
     rank: int
     group: tuple[int, ...]
     expert_ranks: int
-    ranks_per_node: int
     num_experts: int
     topk: int
 

@@ -82,77 +82,58 @@ def test_groups_are_told_apart(tmp_path):
 
 
 def test_experts_on_several_ranks(tmp_path):
-    found = trace.read(routing_traces.write(tmp_path, counts(ranks=4), layers=(1, 2), expert_ranks=2, ranks_per_node=2))
-    assert (found.expert_ranks, found.ranks_per_node, found.groups[0].counts.shape[1]) == (2, 1, 4)
+    found = trace.read(routing_traces.write(tmp_path, counts(ranks=4), layers=(1, 2), expert_ranks=2))
+    assert (found.expert_ranks, found.groups[0].counts.shape[1]) == (2, 4)
 
 
-def lose_a_rank(directory):
-    trace_file.file_of(directory, 1).unlink()
+def of_another(**changes):
+    """Replaces a file by that of a trace with these changes."""
+
+    def spoil(file):
+        other = routing_traces.write(file.parent.parent / "other", counts(), **{"layers": (1, 2)} | changes)
+        file.write_bytes((other / file.name).read_bytes())
+
+    return spoil
 
 
-def mix_runs(directory):
-    routing_traces.write(directory, counts(), layers=(1, 2), topk=2, group=(4, 5, 6, 7))
+def header(change):
+    """Changes the first line of a file."""
+
+    def spoil(file):
+        line, _, rest = file.read_bytes().partition(b"\n")
+        file.write_bytes(change(line) + b"\n" + rest)
+
+    return spoil
 
 
-def other_layers(directory):
-    changed = directory.parent / "changed"
-    routing_traces.write(changed, counts(), layers=(1, 3))
-    trace_file.file_of(directory, 1).write_bytes(trace_file.file_of(changed, 1).read_bytes())
-
-
-def other_steps(directory):
-    changed = directory.parent / "changed"
-    routing_traces.write(changed, counts(), layers=(1, 2), first_step=10)
-    trace_file.file_of(directory, 1).write_bytes(trace_file.file_of(changed, 1).read_bytes())
-
-
-def no_header(directory):
-    trace_file.file_of(directory, 1).write_bytes(b"\0" * 100)
-
-
-def no_json(directory):
-    trace_file.file_of(directory, 1).write_bytes(b"[1, 2]\n")
-
-
-def half_a_header(directory):
-    file = trace_file.file_of(directory, 1)
-    file.write_bytes(file.read_bytes()[:50])
-
-
-def nothing(directory):
-    trace_file.file_of(directory, 1).write_bytes(b"")
-
-
-def no_steps(directory):
-    file = trace_file.file_of(directory, 1)
-    file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\n")
-
-
-def wrong_numbers(directory):
-    file = trace_file.file_of(directory, 1)
-    line, _, rest = file.read_bytes().partition(b"\n")
-    file.write_bytes(json.dumps(json.loads(line) | {"expert_ranks": 3}).encode() + b"\n" + rest)
-
-
-BAD = {
-    lose_a_rank: "has no file of rank 1, which exchanges tokens with 0",
-    mix_runs: "rank_00004.routing: is of another run than rank_00000.routing",
-    other_layers: "rank_00001.routing: has other layers or micro-batches than rank_00000.routing",
-    other_steps: "has no step that all 4 ranks have recorded",
-    no_steps: "has no step that all 4 ranks have recorded",
-    no_header: "rank_00001.routing: is no trace",
-    no_json: "rank_00001.routing: is no trace",
-    half_a_header: "rank_00001.routing: is no trace",
-    nothing: "rank_00001.routing: is no trace",
-    wrong_numbers: "rank_00001.routing: is no trace",
-}
-
-
-@pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
-def test_bad_traces_are_refused(spoil, tmp_path):
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: file.unlink(), "has no file of rank 1, which exchanges tokens with 0"),
+        (
+            lambda file: routing_traces.write(file.parent, counts(), layers=(1, 2), topk=2, group=(4, 5, 6, 7)),
+            "rank_00004.routing: is of another run than rank_00000.routing",
+        ),
+        (of_another(layers=(1, 3)), "rank_00001.routing: has other layers or micro-batches than rank_00000.routing"),
+        (of_another(first_step=10), "has no step that all 4 ranks have recorded"),
+        (
+            lambda file: file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\n"),
+            "has no step that all 4 ranks have recorded",
+        ),
+        (lambda file: file.write_bytes(b""), "rank_00001.routing: is no trace"),
+        (lambda file: file.write_bytes(file.read_bytes()[:50]), "rank_00001.routing: is no trace"),
+        (header(lambda line: b"\0" * 100), "rank_00001.routing: is no trace"),
+        (header(lambda line: b"[1, 2]"), "rank_00001.routing: is no trace"),
+        (
+            header(lambda line: json.dumps(json.loads(line) | {"expert_ranks": 3}).encode()),
+            "rank_00001.routing: is no trace",
+        ),
+    ],
+)
+def test_bad_traces_are_refused(spoil, message, tmp_path):
     directory = routing_traces.write(tmp_path / "trace", counts(), layers=(1, 2))
-    spoil(directory)
-    with pytest.raises(ValueError, match=BAD[spoil]):
+    spoil(trace_file.file_of(directory, 1))
+    with pytest.raises(ValueError, match=message):
         trace.read(directory)
 
 

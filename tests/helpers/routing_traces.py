@@ -7,17 +7,10 @@ import numpy as np
 
 from megatron_ep.megatron import trace_file
 
-HEADER = trace_file.Header(
-    rank=0,
-    group=(0,),
-    expert_ranks=1,
-    ranks_per_node=1,
-    num_experts=1,
-    topk=1,
-)
+HEADER = trace_file.Header(rank=0, group=(0,), expert_ranks=1, num_experts=1, topk=1)
 
 
-def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, first_step=1, **fields):
+def write(directory, counts, layers=(1,), group=None, first_step=1, **fields):
     """Files of all ranks of a group.
 
     counts: [steps, layers, micro-batches, W, E], what each rank's tokens choose.
@@ -27,14 +20,7 @@ def write(directory, counts, layers=(1,), group=None, ranks_per_node=None, first
     group = tuple(range(ranks)) if group is None else group
     directory.mkdir(exist_ok=True)
     for place, rank in enumerate(group):
-        header = dataclasses.replace(
-            HEADER,
-            rank=rank,
-            group=group,
-            expert_ranks=ranks,
-            ranks_per_node=ranks_per_node or ranks,
-            num_experts=experts,
-        )
+        header = dataclasses.replace(HEADER, rank=rank, group=group, expert_ranks=ranks, num_experts=experts)
         header = dataclasses.replace(header, **fields)
         records = np.zeros(steps * len(layers) * micro_batches, trace_file.record_type(experts))
         keys = [(s, n, m) for s in range(steps) for n in range(len(layers)) for m in range(micro_batches)]

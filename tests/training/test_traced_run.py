@@ -35,7 +35,7 @@ def test_a_run_is_recorded(tmp_path, capsys):
     keys = list(zip(group.steps, group.layers, group.micro_batches, strict=True))
     assert keys == [(step, layer, part) for step in range(1, STEPS + 1) for layer in (2, 3) for part in (0, 1)]
     assert (group.counts.sum(axis=2) == TOKENS // 2 * TOPK).all()
-    assert (found.expert_ranks, found.ranks_per_node) == (4, 2)
+    assert found.expert_ranks == 4
 
     assert cli.main(["balance", str(tmp_path / "trace"), "--json", str(tmp_path / "all.json")]) == 0
     text = capsys.readouterr().out

@@ -33,17 +33,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Trace:
-    """The records of all ranks, or of a part of the steps.
-
-    recorded_steps: steps in the files. ranks_per_node: ranks per node that have different experts; None if unknown.
-    """
+    """The records of all ranks, or of a part of the steps. recorded_steps: steps in the files."""
 
     num_experts: int
     expert_ranks: int
     groups: tuple[Group, ...]
     recorded_steps: int
     topk: int
-    ranks_per_node: int | None = None
 
 
 def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
@@ -72,19 +68,15 @@ def read(directory: Path, max_bytes: int = MAX_BYTES) -> Trace:
         steps = np.intersect1d(steps, file.steps)
     if not len(steps):
         raise ValueError(f"{directory}: has no step that all {len(files)} ranks have recorded")
-    taken = _evenly(steps, sum(len(file.keys) for file in files) * 4 * first.num_experts, max_bytes)
+    size = sum(len(file.keys) for file in files) * 4 * first.num_experts
+    taken = steps[:: -(-size // max_bytes) or 1]
     return Trace(
         num_experts=first.num_experts,
         expert_ranks=first.expert_ranks,
         groups=tuple(_group(files, taken) for files in members),
         recorded_steps=len(steps),
         topk=first.topk,
-        ranks_per_node=max(1, first.ranks_per_node * first.expert_ranks // len(first.group)),
     )
-
-
-def _evenly(steps: np.ndarray, size: int, max_bytes: int) -> np.ndarray:
-    return steps[:: -(-size // max_bytes) or 1]
 
 
 class _File:
@@ -142,11 +134,9 @@ def since(trace: Trace, step: int) -> Trace:
     last = max(int(group.steps.max()) for group in trace.groups)
     if step > last:
         raise ValueError(f"--first-step is {step}, but the trace ends with step {last}")
-    return dataclasses.replace(trace, groups=tuple(_since(group, step) for group in trace.groups))
+    return dataclasses.replace(trace, groups=tuple(_taken(group, group.steps >= step) for group in trace.groups))
 
 
-def _since(group: Group, step: int) -> Group:
-    taken = group.steps >= step
-    return Group(
-        group.sources, group.steps[taken], group.layers[taken], group.micro_batches[taken], group.counts[taken]
-    )
+def _taken(group: Group, taken: np.ndarray) -> Group:
+    columns = (group.steps, group.layers, group.micro_batches, group.counts)
+    return Group(group.sources, *(column[taken] for column in columns))
