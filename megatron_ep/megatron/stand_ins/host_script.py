@@ -1,8 +1,7 @@
 """Run Megatron-LM's training scripts on a machine with no GPU.
 
 `host_runtime` lets Megatron-Core compute there; the scripts' own loop (`megatron.training`) asks for CUDA in further
-places and builds CUDA extensions. `enable()` answers those too, for this process. Opt-in; `REPLACED` lists everything
-it touches and why.
+places and builds CUDA extensions. `enable()` answers those too, for this process. Opt-in.
 """
 
 from __future__ import annotations
@@ -20,45 +19,14 @@ import torch
 import torch.multiprocessing
 
 from megatron_ep.megatron.stand_ins import host_runtime
+from megatron_ep.megatron.stand_ins.host_runtime import replace
 
-_UTILS = "megatron.core.datasets.utils"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _KERNELS = "megatron.legacy.fused_kernels"
 _INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-_NORM = "megatron.core.transformer.torch_norm"
-
-REPLACED: dict[str, str] = {
-    "torch.cuda.is_available, device_count, set_device": "the scripts refuse to start without a device, and make no "
-    "process groups; the host is one device for each rank",
-    "torch.cuda.get_device_capability, get_device_properties": "arguments are validated by the GPU's generation; a "
-    "Hopper GPU is named",
-    "torch.cuda.empty_cache, set_rng_state, memory_allocated, max_memory_allocated, memory_reserved, "
-    "max_memory_reserved, memory_stats, mem_get_info, reset_peak_memory_stats": "the caching allocator is emptied and "
-    "asked at start and for every log line; there is none, and it holds 0 bytes",
-    "torch.cuda.nvtx.range_push, range_pop": "the 1F1B overlap schedule names its steps for a profiler of GPUs; nobody "
-    "listens",
-    "torch.Tensor.record_stream, pin_memory, is_pinned": "memory is handed between streams and pinned for copies to a "
-    "GPU; the host has one stream and copies nothing",
-    "torch.distributed.init_process_group, new_group": "backend nccl is asked for; gloo connects hosts",
-    "torch.accelerator.current_accelerator": "torch's optimizers ask the device that is_available promises whether it "
-    "captures a graph; there is none to ask",
-    f"{_INVARIANT}": "Megatron-LM 0.16 imports it, and so Triton, at start for a mode of inference; without Triton it "
-    "is a module whose enable_batch_invariant_mode refuses",
-    "multiprocessing.get_context, torch.multiprocessing.get_context": "checkpoints are written with the help of "
-    "spawned processes, which import the script again, without these answers; they are forked",
-    f"{_KERNELS}": "Megatron-LM 0.16 compiles CUDA kernels at start; nothing here calls them",
-    f"{_UTILS}.compile_helpers, {_HELPERS}": "the index builder is compiled into the source tree at start; where the "
-    "installed megatron-core has it, that one is taken",
-    "torch.distributed.isend (and in distributed_c10d)": "a pipeline stage frees what it has begun to send, which is "
-    "in order on a CUDA stream; gloo may not have read it yet, so it sends a copy",
-    f"{_NORM}.WrappedTorchNorm.__new__": "torch's norms refuse sequence parallelism only because nobody marks their "
-    "weights for the reduction of their gradients over the tensor-parallel ranks; here they are marked",
-}
 
 
-_enabled = False
-
-
+@functools.cache
 def enable() -> None:
     """Makes this process run a training script on the host. Idempotent; lasts until the process ends.
 
@@ -67,43 +35,54 @@ def enable() -> None:
 
     Raises RuntimeError if CUDA is already initialised in this process.
     """
-    global _enabled
-    if _enabled:
-        return
     host_runtime.enable()
-    for name, value in {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "set_device": lambda _: None,
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: types.SimpleNamespace(name="host", major=9, minor=0, total_memory=0),
-        "empty_cache": lambda: None,
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "memory_stats": lambda *_: _NoMemory(),
-        "mem_get_info": lambda *_: (0, 0),
-        "reset_peak_memory_stats": lambda *_: None,
-        **dict.fromkeys(
-            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda *_: 0
-        ),
-    }.items():
-        setattr(torch.cuda, name, value)
+    # The scripts refuse to start without a device, and validate arguments by its generation: the host is one Hopper GPU
+    # for each rank. They empty and ask the caching allocator for every log line: it holds 0 bytes.
+    zero = dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda *_: 0
+    )
+    replace(
+        torch.cuda,
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        set_device=lambda _: None,
+        get_device_capability=lambda *_: (9, 0),
+        get_device_properties=lambda *_: types.SimpleNamespace(name="host", major=9, minor=0, total_memory=0),
+        empty_cache=lambda: None,
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        memory_stats=lambda *_: _NoMemory(),
+        mem_get_info=lambda *_: (0, 0),
+        reset_peak_memory_stats=lambda *_: None,
+        **zero,
+    )
+    # The schedule of 1F1B overlap names its steps for a profiler of GPUs.
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    # torch's optimizers ask the device that is_available promises whether it captures a graph.
     torch.accelerator.current_accelerator = lambda *_, **__: None
-    torch.Tensor.record_stream = lambda *_: None
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor
-    torch.Tensor.is_pinned = lambda *_: False
+    # Memory is handed between streams and pinned for copies to a GPU: the host has one stream and copies nothing.
+    replace(
+        torch.Tensor, record_stream=lambda *_: None, pin_memory=lambda tensor, *_: tensor, is_pinned=lambda *_: False
+    )
+    # They ask for the backend nccl: gloo connects hosts.
     for name in ("init_process_group", "new_group"):
         setattr(torch.distributed, name, _over_gloo(getattr(torch.distributed, name)))
-    for module in (multiprocessing, torch.multiprocessing):
-        module.get_context = _forking(module.get_context)
+    # A pipeline stage frees what it has begun to send, which is in order on a CUDA stream. Gloo may not have read it
+    # yet, so it sends a copy.
     send = functools.partial(_send_copy, torch.distributed.isend)
     torch.distributed.isend = torch.distributed.distributed_c10d.isend = send
+    # Checkpoints are written with the help of spawned processes, which import the script again, without these answers:
+    # they are forked.
+    for module in (multiprocessing, torch.multiprocessing):
+        module.get_context = _forking(module.get_context)
+    # The index builder is compiled into the source tree at start, and by 0.16 CUDA kernels that are not called here.
     take_installed_helpers()
-    _mark_norms()
     sys.modules[_KERNELS] = _module(_KERNELS, load=lambda _: None)
+    # torch's norms refuse sequence parallelism only because nobody marks their weights for the reduction of their
+    # gradients over the tensor-parallel ranks: here they are marked.
+    _mark_norms()
+    # Megatron-LM 0.16 imports it, and so Triton, at start for a mode of inference.
     if importlib.util.find_spec("triton") is None:
         sys.modules[_INVARIANT] = _module(_INVARIANT, enable_batch_invariant_mode=_refuse)
-    _enabled = True
 
 
 def _module(name: str, **functions: Any) -> types.ModuleType:
@@ -154,11 +133,11 @@ def take_installed_helpers() -> None:
         assert spec is not None and spec.loader is not None, f"{found[0]} is no extension of this Python"
         sys.modules[_HELPERS] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[_HELPERS])
-        importlib.import_module(_UTILS).compile_helpers = lambda: None
+        importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
 
 
 def _mark_norms() -> None:
-    norm = importlib.import_module(_NORM).WrappedTorchNorm
+    norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     make = norm.__new__
 
     def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
