@@ -7,11 +7,11 @@ one that fits. Prints a table.
 
 Takes 4, 2 or 1 of the GPUs that are there, as many as EP. RECIPE and SET: another recipe and what it changes, as in
 
-    RECIPE=qwen3_30b_a3b SET="topology.nodes=1 model.num_layers=4 model.num_moe_experts=128" python tests/gpu/train_slice.py
+    export RECIPE=qwen3_30b_a3b SET="topology.nodes=1 model.num_layers=4 model.num_moe_experts=128"
 
-megatron_ep (with CUDA kernels), megatron-core's compiled
-helpers and transformer_engine must be importable. OUT: folder for slice.json and the logs (default: build/gpu).
-BUDGET: seconds for everything (470); cases that no longer fit are said to be left out. STEPS: of each case (14).
+megatron_ep (with CUDA kernels), megatron-core's compiled helpers and transformer_engine must be importable. OUT: folder
+for slice.json and the logs (default: build/gpu). BUDGET: seconds for everything (470); cases that no longer fit are
+said to be left out. STEPS: of each case (14).
 """
 
 import json
