@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from run_on import run_on
 from waits import within
 
 import megatron_ep as ep
@@ -26,7 +27,8 @@ def monitors() -> int:
     return sum("monitor" in thread.name for thread in threading.enumerate())
 
 
-def run_lives() -> None:
+@run_on("ranks")
+def test_it_lives_as_long_as_its_buffer() -> None:
     config = ep.Config(num_experts=W)
     buffer = ep.Buffer(None, config)
     assert monitors() == 1
@@ -46,10 +48,6 @@ def run_lives() -> None:
         if rank == dist.get_rank():
             with ep.Buffer(alone, config):
                 assert monitors() == 0, "there is nobody to look after"
-
-
-def test_it_lives_as_long_as_its_buffer(ranks) -> None:
-    ranks.run(run_lives)
 
 
 OPEN_AT_THE_END = """
@@ -84,15 +82,12 @@ def test_no_thread_keeps_a_process_from_ending(tmp_path) -> None:
     assert time.monotonic() - printed < 15
 
 
-def run_close_of_a_network() -> None:
+@run_on("ranks")
+def test_it_ends_before_the_network() -> None:
     buffer, alive = ep.Buffer(None, ep.Config(num_experts=W)), []
     with mock.patch.object(buffer._group, "_network", mock.Mock(close=lambda: alive.append(monitors()))):
         buffer.close()
     assert alive == [0]
-
-
-def test_it_ends_before_the_network(ranks) -> None:
-    ranks.run(run_close_of_a_network)
 
 
 class LateBroadcast:
@@ -106,7 +101,8 @@ class LateBroadcast:
     def stop(self) -> None: ...
 
 
-def run_failure_during_a_reset() -> None:
+@run_on("ranks")
+def test_what_was_heard_of_before_a_reset_is_nothing_to_those_that_have_reset() -> None:
     """Rank 1 hears of a failure when the others have cleared their memory, and before it clears its own."""
     buffer = ep.Buffer(None, ep.Config(num_experts=W))
     group, broadcast = buffer._group, LateBroadcast()
@@ -123,10 +119,6 @@ def run_failure_during_a_reset() -> None:
     buffer.reset()
     assert not within(0.5, lambda: buffer._group.live_backend().aborted())
     buffer.close()
-
-
-def test_what_was_heard_of_before_a_reset_is_nothing_to_those_that_have_reset(ranks) -> None:
-    ranks.run(run_failure_during_a_reset)
 
 
 # ---- what it tells, and what it does when it hears

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep import _C
@@ -96,17 +97,15 @@ def group_of(**settings):
 # ---- which fabric
 
 
-def run_different_wishes() -> None:
+@run_on("ranks")
+def test_ranks_that_want_different_fabrics() -> None:
     refused = pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same")
     with ranks_with("nccl" if dist.get_rank() == 1 else ""), refused:
         connected(rendezvous_of())
 
 
-def test_ranks_that_want_different_fabrics(ranks) -> None:
-    ranks.run(run_different_wishes)
-
-
-def run_different_libraries() -> None:
+@run_on("ranks")
+def test_ranks_that_load_different_libraries_take_one_that_all_load() -> None:
     def lack():
         raise ep.EPError("it lacks something")
 
@@ -125,10 +124,6 @@ def run_different_libraries() -> None:
         assert backend.fabric == choice.Choice(
             "tcp", "3 machines; it lacks something on rank 1; its card is down; found"
         )
-
-
-def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:
-    ranks.run(run_different_libraries)
 
 
 def run_exchanges(fabric: str) -> int:
@@ -235,14 +230,11 @@ def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks(ranks) -> None:
     assert ranks.run(run_late_credit) == [b"0"] * W
 
 
-def run_no_handle() -> None:
+@run_on("ranks")
+def test_a_memory_without_a_handle_is_an_error_everywhere() -> None:
     refused = pytest.raises(ep.EPError, match=r"rank 1 could not set up the buffer: .*out of luck")
     with ranks_with(""), mock.patch.object(Memory, "refuses", dist.get_rank() == 1), refused:
         connected(rendezvous_of())
-
-
-def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
-    ranks.run(run_no_handle)
 
 
 # ---- native atomics
@@ -366,7 +358,8 @@ def heap_of(rendezvous: StoreRendezvous) -> int:
     return connected(rendezvous).group.memory
 
 
-def run_spares() -> None:
+@run_on("ranks")
+def test_nvshmem_heaps_that_all_ranks_have_left_are_reused() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
         assert [heap_of(rendezvous_of()) for _ in range(3)] == [0, 1, 2]
@@ -378,11 +371,8 @@ def run_spares() -> None:
         assert heap_of(rendezvous_of()) == 4
 
 
-def test_nvshmem_heaps_that_all_ranks_have_left_are_reused(ranks) -> None:
-    ranks.run(run_spares)
-
-
-def run_other_group() -> None:
+@run_on("ranks")
+def test_nvshmem_serves_one_group_of_ranks() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
         if rank != 2:
@@ -397,11 +387,8 @@ def run_other_group() -> None:
             assert heap_of(rendezvous_of((0, 1))) == 1
 
 
-def test_nvshmem_serves_one_group_of_ranks(ranks) -> None:
-    ranks.run(run_other_group)
-
-
-def run_no_preparation() -> None:
+@run_on("ranks")
+def test_what_fails_on_one_rank_keeps_all_out_of_nvshmem() -> None:
     with over("nvshmem", Nvshmem()) as library:
         if dist.get_rank() == 1:
             library.prepare.side_effect = ValueError("device is cuda:0, must be cuda:1")
@@ -412,10 +399,6 @@ def run_no_preparation() -> None:
         assert library.allocated == 0
         library.prepare.side_effect = None
         assert heap_of(rendezvous_of()) == 0
-
-
-def test_what_fails_on_one_rank_keeps_all_out_of_nvshmem(ranks) -> None:
-    ranks.run(run_no_preparation)
 
 
 def run_lost_in_set_up() -> None:
@@ -559,13 +542,10 @@ def test_signals_go_without_a_fence_only_where_queue_pairs_keep_the_order(
     assert ranks.run(run_transport, reaches, variables) == [(fence, words)] * W
 
 
-def run_unordered_writes() -> None:
+@run_on("ranks")
+def test_a_gpu_that_sees_writes_out_of_order_is_an_error_everywhere() -> None:
     with pytest.raises(ep.EPError, match="cudaDevAttrGPUDirectRDMAWritesOrdering is none"):
         run_transport({"writes_ordered": dist.get_rank() != 1}, {})
-
-
-def test_a_gpu_that_sees_writes_out_of_order_is_an_error_everywhere(ranks) -> None:
-    ranks.run(run_unordered_writes)
 
 
 # ---- NCCL
@@ -606,7 +586,8 @@ def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
     assert first != second and third == min(first, second)
 
 
-def run_close() -> None:
+@run_on("ranks")
+def test_a_closed_backend_lets_its_group_go() -> None:
     with over("nccl", Nccl()):
         backend = connected(rendezvous_of())
     graphs = [2]
@@ -626,10 +607,6 @@ def run_close() -> None:
     assert backend.group.watch is None, "the group, which its memory lives with, would never go"
 
 
-def test_a_closed_backend_lets_its_group_go(ranks) -> None:
-    ranks.run(run_close)
-
-
 # ---- the low-latency mode over a network
 
 
@@ -645,7 +622,8 @@ def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
     return launches.memory
 
 
-def run_low_latency() -> None:
+@run_on("ranks")
+def test_the_low_latency_mode_has_memory_of_its_own() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
         rendezvous = rendezvous_of()
@@ -667,19 +645,12 @@ def run_low_latency() -> None:
         assert low_latency_memory(rendezvous, backend, "nccl") == memory
 
 
-def test_the_low_latency_mode_has_memory_of_its_own(ranks) -> None:
-    ranks.run(run_low_latency)
-
-
 # ---- a launch that does not end
 
 
-def run_after_a_stuck_launch() -> None:
+@run_on("ranks")
+def test_no_buffer_is_made_where_a_launch_does_not_end() -> None:
     stuck = mock.patch.object(gpu, "_stuck", [object()] if dist.get_rank() == 1 else [])
     refused = pytest.raises(ep.EPError, match="an earlier launch of this process does not end")
     with over("nccl", Nccl()), stuck, refused:
         connected(rendezvous_of())
-
-
-def test_no_buffer_is_made_where_a_launch_does_not_end(ranks) -> None:
-    ranks.run(run_after_a_stuck_launch)

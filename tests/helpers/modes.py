@@ -119,7 +119,7 @@ class LowLatency(Calls):
         return [part.to(self.place.dtype) for part in x], ids, weights
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ep.LowLatencyReceived:
-        return self.mode.dispatch(x, ids)
+        return self.mode.dispatch(x, ids, weights)
 
     def combine(self, received: ep.LowLatencyReceived) -> torch.Tensor:
         return self.mode.combine(received.x, received.handle)

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from ports import free_port
 from rank_processes import RANK_ENVIRONMENT, Program
+from run_on import run_on
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
@@ -40,7 +41,8 @@ def apart() -> None:
     dist.barrier()
 
 
-def run_exchanges() -> None:
+@run_on("ranks")
+def test_exchanges() -> None:
     rendezvous, rank = meet(), dist.get_rank()
     assert rendezvous.gather((rank, bytes([0, 255, rank])), kind=tuple[int, bytes]) == [
         (other, bytes([0, 255, other])) for other in range(W)
@@ -52,16 +54,13 @@ def run_exchanges() -> None:
     assert rendezvous.gather(-rank) == [0, -1, -2]
 
 
-def test_exchanges(ranks) -> None:
-    ranks.run(run_exchanges)
-
-
 def start_anew() -> None:
     """This process's ranks are taken for others, started in the place of ranks that crashed, over one store."""
     place._places.clear()
 
 
-def run_attempts() -> None:
+@run_on("ranks")
+def test_ranks_that_are_restarted_meet_anew() -> None:
     """Before they crashed rank 0 had come to three rendezvous, rank 1 to one, rank 2 to none. Then they meet, whichever
     comes first, and again when they are started once more."""
     start_anew()
@@ -77,11 +76,8 @@ def run_attempts() -> None:
         assert meet(20).gather(-dist.get_rank()) == [0, -1, -2]
 
 
-def test_ranks_that_are_restarted_meet_anew(ranks) -> None:
-    ranks.run(run_attempts)
-
-
-def run_hostile_name() -> str:
+@run_on("ranks")
+def test_a_rendezvous_that_somebody_else_names() -> None:
     """Somebody else than rank 0 answers."""
     if dist.get_rank() == 2:
         with mock.patch("megatron_ep.meeting.rendezvous.new_name", return_value="asked"):
@@ -91,10 +87,6 @@ def run_hostile_name() -> str:
                 rendezvous.barrier()
         assert len(str(caught.value)) < 200
     apart()
-
-
-def test_a_rendezvous_that_somebody_else_names(ranks) -> None:
-    ranks.run(run_hostile_name)
 
 
 def run_start(absent: int | None) -> str:
@@ -123,7 +115,10 @@ def test_a_start_of_all_ranks(ranks) -> None:
         assert all(re.match(absence(absent, "1 of the job's start"), text) for text in said), said
 
 
-def run_failure(kind: type[BaseException], first: bool) -> None:
+@pytest.mark.parametrize("kind", [ValueError, ep.EPError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
+@run_on("ranks")
+def test_what_fails_on_one_rank_fails_on_all(kind: type[BaseException], first: bool) -> None:
     def step() -> None:
         if dist.get_rank() == 1:
             raise kind("out of luck")
@@ -140,12 +135,6 @@ def run_failure(kind: type[BaseException], first: bool) -> None:
     assert time.monotonic() - started < 10
     apart()
     (meet() if first else rendezvous).barrier()
-
-
-@pytest.mark.parametrize("kind", [ValueError, ep.EPError, RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
-def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[BaseException], first: bool) -> None:
-    ranks.run(run_failure, kind, first)
 
 
 def run_absence(absent: int) -> float:
@@ -176,7 +165,9 @@ def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int
     assert 0.9 * PATIENCE < max(waited) < 30
 
 
-def run_missed_rendezvous(absent: int) -> None:
+@pytest.mark.parametrize("absent", range(W))
+@run_on("ranks")
+def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(absent: int) -> None:
     """A rank does not even begin, and begins later: with the others, if they begin once more."""
     if dist.get_rank() != absent:
         with pytest.raises(ep.EPError, match=absence(absent, "1 of .+ set-up")):
@@ -187,12 +178,9 @@ def run_missed_rendezvous(absent: int) -> None:
     assert meet().gather(dist.get_rank()) == list(range(W))
 
 
-@pytest.mark.parametrize("absent", range(W))
-def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(ranks, absent: int) -> None:
-    ranks.run(run_missed_rendezvous, absent)
-
-
-def run_ended(first: bool) -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
+@run_on("ranks")
+def test_a_rank_whose_process_has_ended_is_not_waited_for(first: bool) -> None:
     """Of rank 2 all that is left is what its process, which has ended, had told."""
     rendezvous, rank = meet(30), dist.get_rank()
     if not first:
@@ -215,12 +203,9 @@ def run_ended(first: bool) -> None:
     meet().barrier()
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["later", "in the first step"])
-def test_a_rank_whose_process_has_ended_is_not_waited_for(ranks, first: bool) -> None:
-    ranks.run(run_ended, first)
-
-
-def run_failure_before(rank: int) -> None:
+@pytest.mark.parametrize("rank", range(W))
+@run_on("ranks")
+def test_a_rank_that_fails_before_a_rendezvous_is_heard_of_once(rank: int) -> None:
     """A rank fails before it comes to a rendezvous; the next one is of all ranks again."""
     if dist.get_rank() == rank:
         place.place_of(None).publish(f"rank {rank} failed: out of memory")
@@ -242,12 +227,8 @@ def run_failure_before(rank: int) -> None:
         meet().barrier()
 
 
-@pytest.mark.parametrize("rank", range(W))
-def test_a_rank_that_fails_before_a_rendezvous_is_heard_of_once(ranks, rank: int) -> None:
-    ranks.run(run_failure_before, rank)
-
-
-def run_failures_in_a_row() -> None:
+@run_on("ranks")
+def test_a_failure_told_before_others_have_come_is_heard() -> None:
     """All make a mistake in a set-up. In the next one rank 1 makes another one before the others have come to it."""
 
     def fail() -> None:
@@ -266,11 +247,8 @@ def run_failures_in_a_row() -> None:
     meet().barrier()
 
 
-def test_a_failure_told_before_others_have_come_is_heard(ranks) -> None:
-    ranks.run(run_failures_in_a_row)
-
-
-def run_silence() -> None:
+@run_on("ranks")
+def test_a_store_that_falls_silent_is_not_waited_for() -> None:
     """The store takes what it is sent, and does not answer."""
     rendezvous = meet()
     rendezvous.barrier()
@@ -284,10 +262,6 @@ def run_silence() -> None:
     ):
         rendezvous.barrier()
     assert time.monotonic() - started < 10
-
-
-def test_a_store_that_falls_silent_is_not_waited_for(ranks) -> None:
-    ranks.run(run_silence)
 
 
 def run_threads(port: int) -> None:
@@ -323,7 +297,8 @@ class Wrapped(dist.ProcessGroup):
         self.inner = inner
 
 
-def run_unknown_groups() -> None:
+@run_on("ranks")
+def test_groups_that_torch_has_no_record_of_meet_apart() -> None:
     gather = dist.all_gather_object
     for members in ([0, 1], [2]):
         group = dist.new_group(members)
@@ -338,17 +313,10 @@ def run_unknown_groups() -> None:
             assert StoreRendezvous(wrapped, timedelta(seconds=30)).gather(-dist.get_rank()) == [-one for one in members]
 
 
-def test_groups_that_torch_has_no_record_of_meet_apart(ranks) -> None:
-    ranks.run(run_unknown_groups)
-
-
-def run_slow_step() -> None:
+@run_on("ranks")
+def test_a_step_may_take_the_time_that_was_given_to_it() -> None:
     slow = dist.get_rank() == 1
     meet(PATIENCE).agree(lambda: time.sleep(2.5 * PATIENCE) if slow else None, 10.0)
-
-
-def test_a_step_may_take_the_time_that_was_given_to_it(ranks) -> None:
-    ranks.run(run_slow_step)
 
 
 def run_failure_and_absence() -> str:
@@ -372,7 +340,8 @@ def test_the_own_failure_is_said_before_another_ranks_absence(ranks) -> None:
     assert ranks.run(run_failure_and_absence)[1] == "out of luck"
 
 
-def run_many() -> None:
+@run_on("ranks")
+def test_what_was_told_does_not_stay_in_the_store() -> None:
     rendezvous = meet()
     for _ in range(4):
         rendezvous.gather(bytes(1 << 10))
@@ -398,20 +367,13 @@ def run_many() -> None:
     apart()
 
 
-def test_what_was_told_does_not_stay_in_the_store(ranks) -> None:
-    ranks.run(run_many)
-
-
-def run_sub_groups() -> None:
+@run_on("ranks")
+def test_groups_meet_apart() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for pair, members in zip(pairs, ([0, 1], [1, 2]), strict=True):
         if dist.get_rank() in members:
             rendezvous = StoreRendezvous(pair, timedelta(seconds=60))
             assert rendezvous.gather(dist.get_rank()) == members and rendezvous.rank == members.index(dist.get_rank())
-
-
-def test_groups_meet_apart(ranks) -> None:
-    ranks.run(run_sub_groups)
 
 
 # ---- large groups

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep.meeting.torch_group import timeout_of
@@ -28,7 +29,8 @@ def timeout_in_force(group: dist.ProcessGroup | None = None, **settings: float) 
         return buffer.config.timeout_seconds
 
 
-def run_timeouts() -> None:
+@run_on("ranks")
+def test_a_wait_ends_when_a_collective_of_the_group_would() -> None:
     own = dist.new_group([0, 1], timeout=timedelta(seconds=33))
     endless = dist.new_group([0, 1], timeout=timedelta(days=10_000))
     with mock.patch.dict(os.environ):
@@ -42,11 +44,8 @@ def run_timeouts() -> None:
     assert timeout_of(mock.Mock(_get_backend=mock.Mock(side_effect=RuntimeError)), CPU) is None
 
 
-def test_a_wait_ends_when_a_collective_of_the_group_would(ranks) -> None:
-    ranks.run(run_timeouts)
-
-
-def run_absence() -> None:
+@run_on("ranks")
+def test_a_rank_that_does_not_come_is_waited_for_as_long() -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     buffer = ep.Buffer(group, ep.Config(num_experts=2))
     if buffer.rank == 0:
@@ -56,7 +55,3 @@ def run_absence() -> None:
         assert 1.4 < time.monotonic() - started < 10
     dist.barrier()
     buffer.close()
-
-
-def test_a_rank_that_does_not_come_is_waited_for_as_long(ranks) -> None:
-    ranks.run(run_absence)

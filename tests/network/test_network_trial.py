@@ -7,6 +7,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+from run_on import run_on
 
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import tcp
@@ -28,7 +29,8 @@ def meet() -> tuple[StoreRendezvous, int, list[int]]:
     return rendezvous, rendezvous.rank, [rank for rank in range(W) if rank != rendezvous.rank]
 
 
-def run_loads() -> None:
+@run_on("ranks")
+def test_loads_arrive_as_they_were_sent() -> None:
     rendezvous, rank, others = meet()
     with NetworkTrial(rendezvous, ["a", "b", "c"], channels=2, max_bytes=1000) as trial:
         assert trial.others == others
@@ -40,10 +42,6 @@ def run_loads() -> None:
             assert trial.exchange(*one_way, 12345, 20) > 0
             assert trial.exchange(others, others, 0, 20, puts=300, seed=7) > 0
         rendezvous.barrier()
-
-
-def test_loads_arrive_as_they_were_sent(ranks):
-    ranks.run(run_loads)
 
 
 def run_of_other_seeds() -> str:

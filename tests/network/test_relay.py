@@ -12,6 +12,7 @@ from nightly import at_night
 from over_networks import W, inputs, layer
 from process_cases import SIZES, check_low_latency_cases
 from relay import Conditions, relayed
+from run_on import run_on
 from waits import patience
 
 import megatron_ep as ep
@@ -28,8 +29,19 @@ def on_one_machine(per_node: int):
         return layer(cluster, *inputs(64, torch.float32))
 
 
-def run_layers(conditions: Conditions, per_node: int) -> None:
+SLOW = {
+    "0.1 ms": Conditions(delay=1e-4, jitter=1e-4),
+    "2 ms": Conditions(delay=2e-3, jitter=2e-3, chunk=3000),
+    "50 ms": Conditions(delay=5e-2, jitter=5e-2),
+    "pieces": Conditions(chunk=50),
+}
+
+
+@pytest.mark.parametrize(("name", "per_node"), [("0.1 ms", 2), ("2 ms", 1), ("50 ms", 2), ("pieces", 1)])
+@run_on("ranks")
+def test_layers_over_a_network_that_takes_its_time(name, per_node):
     """As the network is made, and as it is made again by a reset."""
+    conditions = SLOW[name]
     expected = on_one_machine(per_node)
     config, topology = ep.Config(num_experts=16, timeout=20), ep.Topology(W // per_node, per_node)
     with machines_of(per_node), relayed(conditions, seed=1), ep.Buffer(None, config, topology) as buffer:
@@ -40,28 +52,12 @@ def run_layers(conditions: Conditions, per_node: int) -> None:
             buffer.reset()
 
 
-SLOW = {
-    "0.1 ms": Conditions(delay=1e-4, jitter=1e-4),
-    "2 ms": Conditions(delay=2e-3, jitter=2e-3, chunk=3000),
-    "50 ms": Conditions(delay=5e-2, jitter=5e-2),
-    "pieces": Conditions(chunk=50),
-}
-
-
-@pytest.mark.parametrize(("name", "per_node"), [("0.1 ms", 2), ("2 ms", 1), ("50 ms", 2), ("pieces", 1)])
-def test_layers_over_a_network_that_takes_its_time(ranks, name, per_node):
-    ranks.run(run_layers, SLOW[name], per_node)
-
-
-def run_low_latency_over(conditions: Conditions) -> None:
-    config, topology = SIZES["two_channels"].config(), ep.Topology(W, 1)
-    with machines_of(1), relayed(conditions, seed=2), ep.Buffer(None, config, topology) as buffer:
-        check_low_latency_cases(buffer, range(2))
-
-
 @pytest.mark.parametrize("name", ["2 ms", "50 ms", at_night("0.1 ms"), at_night("pieces")])
-def test_the_low_latency_mode_over_a_network_that_takes_its_time(ranks, name):
-    ranks.run(run_low_latency_over, SLOW[name])
+@run_on("ranks")
+def test_the_low_latency_mode_over_a_network_that_takes_its_time(name):
+    config, topology = SIZES["two_channels"].config(), ep.Topology(W, 1)
+    with machines_of(1), relayed(SLOW[name], seed=2), ep.Buffer(None, config, topology) as buffer:
+        check_low_latency_cases(buffer, range(2))
 
 
 def run_that_breaks(after: list[int]) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from forced_machines import machines_of
 from over_networks import W, inputs
 from rank_processes import RANK_ENVIRONMENT, Program
+from run_on import run_on
 from waits import within
 
 import megatron_ep as ep
@@ -31,7 +32,8 @@ from megatron_ep.fabrics import choice, tcp
 from megatron_ep.megatron import shared_buffers
 
 
-def run_readmit() -> None:
+@run_on("ranks")
+def test_a_rank_of_another_machine_cannot_come_back() -> None:
     with machines_of(1), ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1)) as buffer:
         masking = dict(on_dead_rank="mask", mask_timeout=5.0)
         low_latency = ep.LowLatency(buffer, max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16, **masking)
@@ -40,17 +42,10 @@ def run_readmit() -> None:
         dist.barrier()
 
 
-def test_a_rank_of_another_machine_cannot_come_back(ranks):
-    ranks.run(run_readmit)
-
-
-def run_node_on_two_machines() -> None:
+@run_on("ranks")
+def test_a_node_on_two_machines_is_refused_on_all_ranks() -> None:
     with machines_of(2), pytest.raises(ValueError, match=r"topology is .*ranks 0 to 3 run on .*must be on one machine"):
         ep.Buffer(None, ep.Config(num_experts=16), ep.Topology(1, 4))
-
-
-def test_a_node_on_two_machines_is_refused_on_all_ranks(ranks):
-    ranks.run(run_node_on_two_machines)
 
 
 # ---- what goes wrong
@@ -109,7 +104,9 @@ def forked_child(buffer: ep.Buffer, connected: set[int], call) -> None:
     buffer.close()
 
 
-def run_fork(per_machine: int) -> None:
+@pytest.mark.parametrize("per_machine", [1, 2, W])
+@run_on("ranks")
+def test_a_forked_child_leaves_the_buffer_to_its_parent(per_machine: int) -> None:
     rank = dist.get_rank()
     x, ids, weights = (tensors[rank] for tensors in inputs(33, torch.float32))
     with machines_of(per_machine):
@@ -146,11 +143,6 @@ def run_fork(per_machine: int) -> None:
     shared_buffers.close_buffers()
 
 
-@pytest.mark.parametrize("per_machine", [1, 2, W])
-def test_a_forked_child_leaves_the_buffer_to_its_parent(ranks, per_machine):
-    ranks.run(run_fork, per_machine)
-
-
 class Telling(_C.SoftwareNic):
     """Counts how often this rank has waited until the others have what it knows."""
 
@@ -161,7 +153,9 @@ class Telling(_C.SoftwareNic):
         super().flush_reports()
 
 
-def run_calls_that_tell() -> None:
+@run_on("ranks")
+def test_whoever_raises_an_error_has_told_the_others() -> None:
+    """A process may end with it, before its thread for the network has said why."""
     with machines_of(1), mock.patch.object(_C, "SoftwareNic", Telling):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
     nic = buffer._group._network.nic
@@ -184,12 +178,8 @@ def run_calls_that_tell() -> None:
     buffer.close()
 
 
-def test_whoever_raises_an_error_has_told_the_others(ranks):
-    """A process may end with it, before its thread for the network has said why."""
-    ranks.run(run_calls_that_tell)
-
-
-def run_one_that_cannot_join() -> None:
+@run_on("ranks")
+def test_a_network_that_is_not_made_keeps_no_connection() -> None:
     connect_all = tcp._connect_all
 
     def join(*arguments):
@@ -214,14 +204,11 @@ def run_one_that_cannot_join() -> None:
     assert within(10, lambda: sockets() == before)  # a thread may not have let go of its own yet
 
 
-def test_a_network_that_is_not_made_keeps_no_connection(ranks):
-    ranks.run(run_one_that_cannot_join)
-
-
-def run_many_modes():
+@run_on("ranks")
+def test_more_heaps_than_a_byte_can_number():
     """More low-latency modes one after the other than a byte can number."""
     with machines_of(1, "tcp"), ep.Buffer(None, ep.Config(num_experts=W, timeout=30), ep.Topology(W, 1)) as buffer:
-        for _ in range(300):
+        for _ in range(260):
             mode = ep.LowLatency(buffer, max_tokens=4, hidden=32, topk=1, dtype=torch.float32)
         ids = torch.arange(W).reshape(W, 1)
         received = mode.dispatch(torch.full((W, 32), 1.0 + buffer.rank), ids)
@@ -229,11 +216,8 @@ def run_many_modes():
         assert received.x[0, :W, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_more_heaps_than_a_byte_can_number(ranks):
-    ranks.run(run_many_modes)
-
-
-def run_one_that_closes_instead_of_a_reset():
+@run_on("ranks")
+def test_a_reset_ends_when_a_rank_closes():
     """Rank 3 closes its buffer while the others wait for it in a reset; its process goes on."""
     with machines_of(1, "tcp"):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
@@ -248,10 +232,6 @@ def run_one_that_closes_instead_of_a_reset():
         assert time.monotonic() - started < 30
         buffer.close()
     dist.barrier()
-
-
-def test_a_reset_ends_when_a_rank_closes(ranks):
-    ranks.run(run_one_that_closes_instead_of_a_reset)
 
 
 FRAME = struct.Struct("<BxHIQQ")  # csrc/fabric/queue/link.h

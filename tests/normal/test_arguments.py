@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -25,8 +24,10 @@ def cluster():
 
 
 def good():
-    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
-    return {"x": torch.randn(T, H), "topk_idx": ids, "topk_weights": torch.rand(T, K)}
+    """Arguments of a dispatch of two ranks."""
+    ids = [torch.stack([torch.randperm(E)[:K] for _ in range(T)]) for _ in range(2)]
+    x, weights = ([torch.randn(T, H) for _ in range(2)], [torch.rand(T, K) for _ in range(2)])
+    return {"x": x, "topk_idx": ids, "topk_weights": weights}
 
 
 def with_value(tensor, value):
@@ -81,8 +82,8 @@ def test_bad_tensors(cluster, name, is_first):
     argument, spoil, message = BAD[name]
     if not is_first:
         assert_usable(cluster)
-    inputs = [good(), good()]
-    inputs[1][argument] = spoil(inputs[1][argument])
+    given = good()
+    given[argument][1] = spoil(given[argument][1])
     if name in (
         "x of integers",
         "ids of floats",
@@ -92,15 +93,14 @@ def test_bad_tensors(cluster, name, is_first):
         "x too long",
         "x empty rows",
     ):
-        inputs[0][argument] = spoil(inputs[0][argument])  # else the ranks differ, which is another mistake
+        given[argument][0] = spoil(given[argument][0])  # else the ranks differ, which is another mistake
     with pytest.raises(ValueError, match=message):
-        ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+        ep.dispatch(**given, buffer=cluster)
     assert_usable(cluster)
 
 
 def test_settings_that_equal_right_ones_are_refused(cluster):
-    inputs = [good(), good()]
-    given = {key: [one[key] for one in inputs] for key in inputs[0]}
+    given = good()
     ep.dispatch(**given, buffer=cluster, expert_alignment=1, max_recv_tokens=16)
     for wrong in ({"expert_alignment": True}, {"expert_alignment": 1.0}, {"max_recv_tokens": 16.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}"):
@@ -109,22 +109,19 @@ def test_settings_that_equal_right_ones_are_refused(cluster):
 
 
 def assert_usable(cluster):
-    inputs = [good(), good()]
-    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
-    y = ep.combine(rows.x, rows.handle)
-    for ours, one in zip(y, inputs, strict=True):
-        torch.testing.assert_close(ours, K * one["x"])
+    given = good()
+    rows = ep.dispatch(**given, buffer=cluster)
+    torch.testing.assert_close(ep.combine(rows.x, rows.handle), [K * x for x in given["x"]])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
-    inputs = [good(), good()]
-    for one in inputs:
-        one["topk_idx"] = one["topk_idx"].to(dtype)
+    given = good()
+    given["topk_idx"] = [ids.to(dtype) for ids in given["topk_idx"]]
     for token, ids in ((1, [3, 3]), (2, [0, E]), (3, [-2, 1])):
-        inputs[0]["topk_idx"][token] = torch.tensor(ids, dtype=dtype)
+        given["topk_idx"][0][token] = torch.tensor(ids, dtype=dtype)
     with pytest.raises(ValueError, match=r"topk_idx of rank 0 is \[3, 3\] at token 1, must hold distinct ids"):
-        ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+        ep.dispatch(**given, buffer=cluster)
     assert_usable(cluster)
 
 
@@ -154,10 +151,8 @@ def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
     ],
 )
 def test_bad_options(cluster, options, message):
-    inputs = [good(), good()]
-    arguments = {key: [one[key] for one in inputs] for key in inputs[0]} | {"buffer": cluster} | options
     with pytest.raises(ValueError, match=message):
-        ep.dispatch(**arguments)
+        ep.dispatch(**good() | {"buffer": cluster} | options)
     assert_usable(cluster)
 
 
@@ -177,8 +172,7 @@ def test_bad_float8(cluster):
 
 
 def test_bad_handles(cluster):
-    inputs = [good(), good()]
-    arguments = {key: [one[key] for one in inputs] for key in inputs[0]}
+    arguments = good()
     rows = ep.dispatch(**arguments, buffer=cluster)
     with pytest.raises(ValueError, match=r"x has shape \(1, 8\), must be \["):
         ep.combine([torch.ones(1, H)] * 2, rows.handle)
@@ -205,7 +199,7 @@ def test_bad_handles(cluster):
 def test_half_weights_and_strided_tensors_are_converted_with_their_gradient(cluster, dtype, low_latency):
     """In each of three calls, of which the last two have known looks."""
     mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32) if low_latency else None
-    ids = [good()["topk_idx"] for _ in range(2)]
+    ids = good()["topk_idx"]
     x = [torch.randn(H, T) for _ in range(2)]
     w = [torch.rand(T, K).to(dtype) for _ in range(2)]
 
@@ -247,8 +241,7 @@ def test_half_weights_and_strided_tensors_are_converted_with_their_gradient(clus
     ],
 )
 def test_bad_weights_of_combine(cluster, spoil, message):
-    inputs = [good(), good()]
-    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster, expert_alignment=2)
+    rows = ep.dispatch(**good(), buffer=cluster, expert_alignment=2)
     weights = [torch.ones(len(r)) for r in rows.x]
     with pytest.raises(ValueError, match=message):
         ep.combine(rows.x, rows.handle, spoil(weights))
@@ -351,35 +344,13 @@ def test_more_tokens_than_rows_can_be_numbered(cluster):
         ep.LowLatency(cluster, max_tokens=1, hidden=2**28 + 1, topk=1)
 
 
-def test_only_one_thread_at_a_time(cluster):
-    """A second thread is refused; the first goes on undisturbed."""
-    inputs = [good(), good()]
-    arguments = {key: [one[key].repeat(2000, 1) for one in inputs] for key in inputs[0]}
-    errors = []
-
-    def work():
-        for _ in range(20):
-            try:
-                rows = ep.dispatch(**arguments, buffer=cluster)
-                ep.combine(rows.x, rows.handle)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(errors) <= {"the buffer is in use by another thread"}
-
-
 def test_what_dispatch_returns_is_not_the_handles_own(cluster):
-    inputs = [good(), good()]
-    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    given = good()
+    rows = ep.dispatch(**given, buffer=cluster)
     before = [counts.clone() for counts in rows.tokens_per_expert]
     for counts in rows.tokens_per_expert:
         counts.zero_()
-    again = ep.dispatch([one["x"] for one in inputs], handle=rows.handle)
+    again = ep.dispatch(given["x"], handle=rows.handle)
     assert all(map(torch.equal, again.tokens_per_expert, before))
 
 
@@ -397,8 +368,7 @@ class Layer(torch.nn.Module):
 
 
 def test_copies_share_a_buffer_and_pickles_hold_none(cluster):
-    layer, ranks = Layer(cluster), [good(), good()]
-    inputs = {key: [one[key] for one in ranks] for key in ranks[0]}
+    layer, inputs = Layer(cluster), good()
     twin = copy.deepcopy(layer)
     assert twin.cluster is cluster and copy.copy(cluster) is cluster and twin.expert.weight is not layer.expert.weight
     assert all(map(torch.equal, layer(inputs), twin(inputs)))

@@ -9,66 +9,55 @@ import megatron_ep as ep
 from megatron_ep import reference
 from megatron_ep.buffer.rank_group import summable_dtypes
 
-BLOCKS, CASES_PER_BLOCK = 10, 40
+BLOCKS, CASES_PER_BLOCK = 6, 25
+WAYS = pytest.mark.parametrize("way", ["rings", "lines", "flat"])  # of a dispatch: flat rows go through rings, too
 
 
+def layout_of(way):
+    return "flat" if way == "flat" else "grouped"
+
+
+def assert_received(rows, x, ids, weights, case):
+    """Rows of either layout, and all that comes with them, are the reference's."""
+    options = (case.num_experts, case.alignment)
+    if rows.topk_idx is None:
+        found, expected = [rows.x], reference.dispatch(x, ids, weights, *options)
+    else:
+        found, expected = [rows.x, rows.topk_idx], reference.flat_dispatch(x, ids, weights, *options)
+    for ours, theirs in zip((*found, rows.probs, rows.tokens_per_expert), expected, strict=True):
+        assert_all_equal(ours, theirs)
+
+
+@WAYS
 @pytest.mark.parametrize("block", a_third(range(BLOCKS)))
-def test_equals_reference(block, device, lines):
+def test_equals_reference(block, device, way):
+    """Rows, and sums that are exact in every dtype, with and without weights; and rows that go by the same handle."""
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
-        case = Case(seed, device=device, lines=lines)
+        case = Case(seed, device=device, lines=way == "lines")
         tokens = case.num_tokens()
         ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
         with case.cluster() as cluster:
-            sent = map(case.there, (x, ids, weights))
-            ours = ep.dispatch(*sent, buffer=cluster, expert_alignment=case.alignment)
-            expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
-            assert_all_equal(ours.x, expected)
-            assert_all_equal(ours.probs, probs)
-            assert_all_equal(ours.tokens_per_expert, counts)
-            assert not any(ours.overflow)
-            sums = reference.combine(expected, ids, case.num_experts, case.alignment)
-            assert_all_equal(ep.combine(ours.x, ours.handle), sums)
-
-
-@pytest.mark.parametrize("seed", a_third(range(100, 130)))
-def test_combine_rounds_once_per_hop(seed, lines):
-    case = Case(seed, lines=lines)
-    tokens = case.num_tokens()
-    ids = case.ids(tokens)
-    with case.cluster() as cluster:
-        ours = ep.dispatch(case.reals(tokens), ids, buffer=cluster, expert_alignment=case.alignment)
-        out = case.reals([len(x) for x in ours.x])
-        y = ep.combine(out, ours.handle)
-    exact = reference.combine([o.double() for o in out], ids, case.num_experts, case.alignment)
-    size = reference.combine([o.double().abs() for o in out], ids, case.num_experts, case.alignment)
-    for a, b, scale in zip(y, exact, size, strict=True):
-        # at most 8 terms in fp32 (fp64), and a rounding on each of rank, node and token
-        bound = scale * (
-            3 * torch.finfo(case.dtype).eps / 2 + 8 * torch.finfo(torch.float32).eps * (case.dtype != torch.float64)
-        )
-        assert ((a.double() - b).abs() <= bound + 8 * torch.finfo(torch.float64).eps * scale).all()
-
-
-@pytest.mark.parametrize("block", a_third(range(8)))
-def test_weighted_combine_equals_reference(block, lines):
-    """Products and sums that are exact in every dtype."""
-    for seed in range(block * 12, (block + 1) * 12):
-        case = Case(6000 + seed, lines=lines)
-        tokens = case.num_tokens()
-        ids, x = case.ids(tokens), case.integers(tokens)
-        with case.cluster() as cluster:
-            rows = ep.dispatch(x, ids, buffer=cluster, expert_alignment=case.alignment)
-            choices = torch.tensor([-1, -0.5, 0.5, 1, 2], dtype=case.wide())
-            weights = [choices[torch.randint(5, (len(r),), generator=case.generator)] for r in rows.x]
-            sums = reference.combine(rows.x, ids, case.num_experts, case.alignment, weights=weights)
-            assert_all_equal(ep.combine(rows.x, rows.handle, weights), sums)
-            assert_all_equal(
-                ep.combine(rows.x, rows.handle), reference.combine(rows.x, ids, case.num_experts, case.alignment)
-            )
+            options = {"expert_alignment": case.alignment, "layout": layout_of(way)}
+            rows = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster, **options)
+            assert_received(rows, x, ids, weights, case)
+            assert not any(rows.overflow)
+            out = case.integers([len(part) for part in rows.x])
+            factors = torch.tensor([-1, -0.5, 0.5, 1, 2], dtype=case.wide())
+            factors = [factors[torch.randint(5, (len(part),), generator=case.generator)] for part in out]
+            for of_rows in (None, factors):
+                if way == "flat":
+                    sums = reference.flat_combine(out, ids, case.num_experts, weights=of_rows)
+                else:
+                    sums = reference.combine(out, ids, case.num_experts, case.alignment, weights=of_rows)
+                assert_all_equal(ep.combine(case.there(out), rows.handle, of_rows and case.there(of_rows)), sums)
+            x = case.integers(tokens)
+            again = ep.dispatch(case.there(x), topk_weights=case.there(weights), handle=rows.handle)
+            assert_received(again, x, ids, weights, case)
 
 
 @pytest.mark.parametrize("seed", a_third(range(60)))
-def test_weighted_combine_bit_by_bit(seed, device, lines):
+def test_combine_bit_by_bit(seed, device, lines):
+    """In the order and with the roundings of the specification."""
     case = Case(7000 + seed, max_tokens=30, device=device, lines=lines)
     tokens = case.num_tokens()
     ids = case.ids(tokens)
@@ -83,18 +72,24 @@ def test_weighted_combine_bit_by_bit(seed, device, lines):
             weights[rank][probs.cpu() == 0] = torch.nan
         y = ep.combine(case.there(out), rows.handle, case.there(weights))
         assert_all_equal(y, case.combine(out, weights, ids))
+        y = ep.combine(case.there(out), rows.handle)
+        assert_all_equal(y, case.combine(out, [torch.ones_like(w) for w in weights], ids))
 
 
+@WAYS
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_same_bits_whatever_the_schedule(seed, lines):
+def test_same_bits_whatever_the_schedule(seed, way):
     results = []
     for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):
-        case = Case(1000 + seed, max_tokens=40, lines=lines)
+        case = Case(1000 + seed, max_tokens=40, lines=way == "lines")
         tokens = case.num_tokens()
+        x, ids, weights = case.reals(tokens), case.ids(tokens), case.weights(tokens)
         with case.cluster(**options) as cluster:
-            ours = ep.dispatch(case.reals(tokens), case.ids(tokens), case.weights(tokens), buffer=cluster)
-            weighted = ep.combine(ours.x, ours.handle, [p.to(case.wide()) for p in ours.probs])
-            results.append([*ours.x, *ours.probs, *ep.combine(ours.x, ours.handle), *weighted])
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, layout=layout_of(way))
+            out = case.reals([len(part) for part in rows.x])
+            weighted = ep.combine(out, rows.handle, case.row_weights([len(part) for part in out]))
+            flat = rows.topk_idx or []
+            results.append([*rows.x, *rows.probs, *flat, *ep.combine(out, rows.handle), *weighted])
     for other in results[1:]:
         assert_all_equal(results[0], other)
 
@@ -122,27 +117,11 @@ def test_many_calls_on_one_buffer(seed, device, lines):
                 assert_all_equal(ep.combine(case.there(out), handle), reference.combine(out, ids, case.num_experts))
 
 
-@pytest.mark.parametrize("seed", a_third(range(20)))
-def test_cached_dispatch(seed, device, lines):
-    case = Case(3000 + seed, max_tokens=60, device=device, lines=lines)
-    tokens = case.num_tokens()
-    ids = case.ids(tokens)
-    with case.cluster() as cluster:
-        sent = map(case.there, (case.reals(tokens), ids))
-        handle = ep.dispatch(*sent, buffer=cluster, expert_alignment=case.alignment).handle
-        x, weights = case.reals(tokens), case.weights(tokens)
-        again = ep.dispatch(case.there(x), topk_weights=case.there(weights), handle=handle)
-        expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
-        assert_all_equal(again.x, expected)
-        assert_all_equal(again.probs, probs)
-        assert_all_equal(again.tokens_per_expert, counts)
-
-
 @pytest.mark.parametrize("seed", a_third(range(8)))
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, capacity, device, lines, used_memory):
-    case = Case(4000 + seed, max_tokens=60, device=device, lines=lines)
+def test_max_recv_tokens(seed, share, slack, capacity, device, used_memory):
+    case = Case(4000 + seed, max_tokens=60, device=device)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows that no token fills are zeros
@@ -198,8 +177,8 @@ def test_max_recv_tokens_leaves_out_whole_tokens(lines):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_expert_capacity(seed, device, lines):
-    case = Case(5000 + seed, max_tokens=60, device=device, lines=lines)
+def test_expert_capacity(seed, device):
+    case = Case(5000 + seed, max_tokens=60, device=device)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
@@ -228,6 +207,9 @@ def test_float8_with_scales(hidden, scale_dtype, device, lines):
     def there(tensors):
         return [tensor.to(device) for tensor in tensors]
 
+    def as_sent(scales):
+        return scales if scale_dtype == torch.float32 else [part.view(torch.uint8) for part in scales]
+
     generator = torch.Generator().manual_seed(hidden)
     tokens, experts, blocks = [5, 0, 17, 9], 8, -(-hidden // 128)
     ids = [torch.rand(t, experts, generator=generator).topk(3, dim=1).indices for t in tokens]
@@ -244,8 +226,7 @@ def test_float8_with_scales(hidden, scale_dtype, device, lines):
         of_type = [s.view(scale_dtype) for s in scales]
         ours = ep.dispatch(float8, there_ids, weights, scales=there(of_type), buffer=cluster)
         assert_all_equal([rows.view(torch.uint8) for rows in ours.x], reference.dispatch(x, ids, detached, experts)[0])
-        raw = [s.view(torch.uint8) if scale_dtype != torch.float32 else s for s in ours.scales]
-        assert_all_equal(raw, reference.dispatch(scales, ids, detached, experts)[0])
+        assert_all_equal(as_sent(ours.scales), reference.dispatch(scales, ids, detached, experts)[0])
         most = max(*tokens, *(len(reference.flat_rows(ids, rank, experts)) for rank in range(4)))
         few = ep.dispatch(float8, there_ids, scales=there(of_type), buffer=cluster, max_recv_tokens=most)
         expected = reference.dispatch(of_type, ids, detached, experts, max_recv_tokens=most)[0]
@@ -253,6 +234,10 @@ def test_float8_with_scales(hidden, scale_dtype, device, lines):
         ends = [min(most, int(counts.sum())) for counts in ours.tokens_per_expert]
         raw = [[s.view(torch.uint8) for s in before(ends, scales)] for scales in (few.scales, expected)]
         assert_all_equal(*raw)
+        flat = ep.dispatch(float8, there_ids, scales=there(of_type), buffer=cluster, layout="flat")
+        expected = [reference.flat_dispatch(part, ids, detached, experts)[0] for part in (x, scales)]
+        assert_all_equal([rows.view(torch.uint8) for rows in flat.x], expected[0])
+        assert_all_equal(as_sent(flat.scales), expected[1])
         # the weights' gradients travel without rows: here each is the place of its row
         sum((p * torch.arange(len(p), device=device)).sum() for p in ours.probs).backward()
         place = torch.zeros(sum(tokens), 3)

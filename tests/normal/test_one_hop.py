@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case
-from nightly import a_third
+from nightly import a_third, at_night
 from process_cases import SIZES, Inputs, bits, check_cases, results
+from run_on import run_on
 
 import megatron_ep as ep
 
@@ -44,16 +45,14 @@ def test_all_results_have_the_bits_of_the_rings(seed, most_nodes):
             assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)), name
 
 
-def run_cases(sizes, seeds):
+@pytest.mark.parametrize("seeds", [range(4), at_night(range(4, 12))], ids=["few", "more"])
+@pytest.mark.parametrize("sizes", SIZES)
+@run_on("ranks")
+def test_processes_have_the_bits_of_the_rings(sizes, seeds):
     config = replace(SIZES[sizes].config(), max_tokens=SIZES[sizes].max_tokens)
     with ep.Buffer(None, config, ep.Topology(1, W)) as buffer:
         assert buffer._group.one_hop is not None
         check_cases(buffer, SIZES[sizes], seeds)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_processes_have_the_bits_of_the_rings(ranks, sizes):
-    ranks.run(run_cases, sizes, range(12))
 
 
 def test_which_calls_go_in_one_hop():
@@ -129,7 +128,7 @@ def test_invalid_ids_are_refused_before_anything_is_sent():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("wait", range(1, 40, 3))
+@pytest.mark.parametrize("wait", a_third(range(1, 40, 3)))
 def test_a_rank_that_stops_anywhere(wait, nodes):
     """In a layer and its backward pass, within a node and over a network. What arrived does not pass for data;
     afterwards the buffer works."""
@@ -165,18 +164,16 @@ def test_a_rank_that_stops_anywhere(wait, nodes):
 # ---- ranks that disagree
 
 
-def run_different_settings():
+@run_on("ranks")
+def test_ranks_must_promise_the_same():
     import torch.distributed as dist
 
     with pytest.raises(ValueError, match=r"max_tokens is .* on rank"):
         ep.Buffer(None, settings(max_tokens=16 + dist.get_rank() % 2))
 
 
-def test_ranks_must_promise_the_same(ranks):
-    ranks.run(run_different_settings)
-
-
-def run_one_goes_through_rings():
+@run_on("ranks")
+def test_ranks_that_promise_otherwise_in_a_call():
     x, ids, _ = inputs()
     with ep.Buffer(None, settings(timeout=1.0)) as buffer:
         own = (x[buffer.rank], ids[buffer.rank])
@@ -191,10 +188,6 @@ def run_one_goes_through_rings():
         assert buffer._group.one_hop is None
         with pytest.raises(ValueError, match="buffer is closed"):
             y.sum().backward()
-
-
-def test_ranks_that_promise_otherwise_in_a_call(ranks):
-    ranks.run(run_one_goes_through_rings)
 
 
 def test_ranks_that_rejoin_must_not_promise():

@@ -9,8 +9,8 @@ import pytest
 import shared_memory
 import torch
 import torch.distributed as dist
-import what_was_sent
 from modes import HOST, Normal, W
+from run_on import run_on
 from torch.utils.checkpoint import checkpoint
 from waits import within
 
@@ -27,7 +27,8 @@ def calls_of(lines, nodes=2, **settings):
     return calls
 
 
-def run_one_interrupted(lines):
+@run_on("ranks")
+def test_the_others_hear_that_a_rank_was_interrupted(lines):
     """Ctrl-C on rank 2 in the middle of a call, where nothing waits."""
     calls = calls_of(lines)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -40,11 +41,9 @@ def run_one_interrupted(lines):
     calls.is_usable_again()
 
 
-def test_the_others_hear_that_a_rank_was_interrupted(ranks, lines):
-    ranks.run(run_one_interrupted, lines)
-
-
-def run_no_memory_in_backward(kind, lines):
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
+@run_on("ranks")
+def test_a_failure_in_the_backward_pass_reaches_all(kind, lines):
     """Rank 2 cannot have what the backward pass returns."""
     calls = calls_of(lines, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -69,12 +68,8 @@ def run_no_memory_in_backward(kind, lines):
     calls.is_usable_again()
 
 
-@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
-def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind, lines):
-    ranks.run(run_no_memory_in_backward, kind, lines)
-
-
-def run_checkpointed(lines):
+@run_on("ranks")
+def test_checkpointed(lines):
     """What the backward pass computes again is not told to anyone as a failure."""
     calls = calls_of(lines)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -95,11 +90,8 @@ def run_checkpointed(lines):
     buffer.close()
 
 
-def test_checkpointed(ranks, lines):
-    ranks.run(run_checkpointed, lines)
-
-
-def run_different_calls():
+@run_on("ranks")
+def test_different_sequences_of_calls_are_an_error():
     """Rank 0 dispatches again where the others combine."""
     calls = Normal(HOST)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -116,86 +108,9 @@ def run_different_calls():
     calls.is_usable_again()
 
 
-def test_different_sequences_of_calls_are_an_error(ranks):
-    ranks.run(run_different_calls)
-
-
-def dispatch_differently(buffer, kind):
-    """What ranks must agree on and do not: odd ranks do something else than even ones."""
-    odd = buffer.rank % 2
-    tokens = 9
-    generator = torch.Generator().manual_seed(buffer.rank)
-    hidden, dtype, topk, weights_dtype = 8, torch.float32, 3, torch.float32
-    if kind == "hidden":
-        hidden = 5 if odd else 8
-    if kind == "dtype":
-        hidden, dtype = (16, torch.bfloat16) if odd else (8, torch.float32)
-    if kind == "topk":
-        topk = 4 if odd else 3
-    if kind == "weight dtype":
-        weights_dtype = torch.float64 if odd else torch.float32
-    ids = torch.rand(tokens, 8, generator=generator).topk(topk, dim=1).indices
-    x = torch.ones(tokens, hidden, dtype=dtype)
-    weights = None if kind == "weights" and odd else torch.ones(tokens, topk, dtype=weights_dtype)
-    if kind == "rows of before a reset":  # which lie where those of the last dispatch are to be, with its number
-        for repeated in (False, True):
-            for last in (False, False, True):
-                rows = ep.dispatch(x.repeat(1, 8), ids, weights, buffer=buffer)
-                is_narrow = repeated and last and odd
-                y = ep.combine(rows.x[:, :hidden].contiguous() if is_narrow else rows.x, rows.handle)
-            if not repeated:
-                buffer.reset()
-        return y
-    if kind not in ("other call", "other handle", "handle of before a reset", "weights of combine"):
-        return ep.dispatch(x, ids, weights, buffer=buffer)
-    first = ep.dispatch(x, ids, weights, buffer=buffer)
-    if kind == "weights of combine":
-        return ep.combine(first.x, first.handle, first.probs if odd else None)
-    if kind == "handle of before a reset":
-        buffer.reset()
-        ids = ids.flip(0).contiguous()
-    second = ep.dispatch(x, ids, weights, buffer=buffer)
-    if kind in ("other handle", "handle of before a reset"):
-        return ep.dispatch(x, handle=(first if odd else second).handle)
-    return ep.dispatch(x, handle=second.handle) if odd else ep.combine(second.x, second.handle)
-
-
-USUAL = "a dispatch, H = 8, float32, K = 3, weights of float32"
-SENT = {  # by even ranks, by odd ones
-    "hidden": (USUAL, "a dispatch, H = 5, float32, K = 3, weights of float32"),
-    "dtype": (USUAL, "a dispatch, H = 16, bfloat16, K = 3, weights of float32"),
-    "topk": (USUAL, "a dispatch, H = 8, float32, K = 4, weights of float32"),
-    "weights": (USUAL, "a dispatch, H = 8, float32, K = 3"),
-    "weight dtype": (USUAL, "a dispatch, H = 8, float32, K = 3, weights of float64"),
-    "weights of combine": ("a combine, H = 8, float32, K = 3", "a combine with weights, H = 8, float32, K = 3"),
-    "other call": ("a combine, H = 8, float32, K = 3", "a dispatch, H = 8, float32, K = 3"),
-}
-
-
-def run_disagreement(kind, lines):
-    # between nodes somebody else meets the row first, and chance decides whether a rank hears of it
-    has_one_hop = kind == "rows of before a reset"
-    calls = calls_of(lines, 1 if has_one_hop else 2)
-    buffer = calls.buffer
-    for _ in range(3 if has_one_hop else 1):
-        with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out") as error:
-            dispatch_differently(buffer, kind)
-        if "met a row" in str(error.value) and kind in SENT:
-            assert what_was_sent.is_said(str(error.value), *SENT[kind]), error.value
-        buffer.reset()
-    calls.is_usable_again()
-
-
-DISAGREEMENTS = ["hidden", "dtype", "topk", "weights", "weight dtype", "weights of combine", "other call"]
-DISAGREEMENTS += ["other handle", "handle of before a reset", "rows of before a reset"]
-
-
-@pytest.mark.parametrize("kind", DISAGREEMENTS)
-def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind, lines):
-    ranks.run(run_disagreement, kind, lines)
-
-
-def run_mistakes_outside_the_tensors(kind):
+@pytest.mark.parametrize("kind", ["number", "handle", "memory"])
+@run_on("ranks")
+def test_any_failure_of_one_rank_reaches_all(kind):
     """Rank 2's mistake is not a wrong tensor; the others must hear of it all the same."""
     calls = Normal(HOST, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -210,11 +125,6 @@ def run_mistakes_outside_the_tensors(kind):
             ep.dispatch(x, handle=handle, buffer=buffer)
         ep.dispatch(x, ids, weights, buffer=buffer, **(options if wrong else {}))
     assert time.monotonic() - started < 30
-
-
-@pytest.mark.parametrize("kind", ["number", "handle", "memory"])
-def test_any_failure_of_one_rank_reaches_all(ranks, kind):
-    ranks.run(run_mistakes_outside_the_tensors, kind)
 
 
 def run_bad_construction():
@@ -239,7 +149,8 @@ def test_bad_construction_is_the_same_error_everywhere(ranks):
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
-def run_topology_of_the_environment():
+@run_on("ranks")
+def test_topology_of_the_environment():
     rank = dist.get_rank()
     with ep.Buffer(None, ep.Config(num_experts=8)) as buffer:
         assert buffer.topology == ep.Topology(1, W), "one machine is one node"
@@ -257,18 +168,11 @@ def run_topology_of_the_environment():
             ep.Buffer(None, ep.Config(num_experts=8))
 
 
-def test_topology_of_the_environment(ranks):
-    ranks.run(run_topology_of_the_environment)
-
-
-def run_different_settings():
+@run_on("ranks")
+def test_different_settings():
     """What differs is told on all ranks alike, before anything is set up."""
     with pytest.raises(ValueError, match=r"^Tuning.channels is 1 on rank 0 and 2 on rank 3, must be equal$"):
         ep.Buffer(None, ep.Config(num_experts=8, tuning=ep.Tuning(channels=1 + dist.get_rank() // 3)))
-
-
-def test_different_settings(ranks):
-    ranks.run(run_different_settings)
 
 
 def run_set_up():
@@ -296,7 +200,8 @@ def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
     )
 
 
-def run_reset_during_a_call():
+@run_on("ranks")
+def test_a_call_in_another_thread_refuses_a_reset_for_all():
     """Rank 1 has a thread in a dispatch, which must find what the others send although all have asked for a reset."""
     calls = Normal(HOST, timeout=60)
     buffer, rank, received, own = calls.buffer, calls.rank, [], calls.own()
@@ -318,11 +223,8 @@ def run_reset_during_a_call():
     calls.is_usable_again()
 
 
-def test_a_call_in_another_thread_refuses_a_reset_for_all(ranks):
-    ranks.run(run_reset_during_a_call)
-
-
-def run_failed_reset():
+@run_on("ranks")
+def test_a_reset_that_fails_on_one_rank_fails_on_all():
     """Rank 2's memory cannot be cleared."""
     calls = Normal(HOST)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -351,11 +253,8 @@ def run_failed_reset():
     calls.is_usable_again()
 
 
-def test_a_reset_that_fails_on_one_rank_fails_on_all(ranks):
-    ranks.run(run_failed_reset)
-
-
-def run_one_told_to_stop():
+@run_on("ranks")
+def test_a_thread_ends_the_waits_of_all():
     """Rank 3 never calls. The others wait for it until a thread of rank 0 ends that, long before their time is over."""
     calls = Normal(HOST, timeout=60)
     buffer, (x, ids, weights) = calls.buffer, calls.own()
@@ -370,7 +269,3 @@ def run_one_told_to_stop():
     another = Normal(HOST)
     with another.buffer:
         another.round_trips()
-
-
-def test_a_thread_ends_the_waits_of_all(ranks):
-    ranks.run(run_one_told_to_stop)

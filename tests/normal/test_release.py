@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import RANK_ENVIRONMENT, Program
+from run_on import run_on
 from waits import within
 
 import megatron_ep as ep
@@ -82,7 +83,8 @@ def test_twenty_buffers_leave_nothing(ranks) -> None:
         assert late - early < 1 << 20
 
 
-def run_use_after() -> None:
+@run_on("ranks")
+def test_a_released_buffer_is_closed() -> None:
     buffer, low_latency = make()
     x, ids = (part[buffer.rank] for part in inputs())
     _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
@@ -100,10 +102,6 @@ def run_use_after() -> None:
             call()
     buffer.close()
     buffer.abort("nobody hears it")
-
-
-def test_a_released_buffer_is_closed(ranks) -> None:
-    ranks.run(run_use_after)
 
 
 def run_refused() -> str:
@@ -124,7 +122,8 @@ def test_a_rank_that_needs_the_memory_refuses_for_all(ranks) -> None:
     assert len(set(ranks.run(run_refused))) == 1
 
 
-def run_refused_during_a_call() -> None:
+@run_on("ranks")
+def test_a_call_in_another_thread_refuses_for_all() -> None:
     """Rank 1 has a thread in a dispatch, whose memory must not go."""
     buffer, low_latency = make(timeout=60)
     x, ids = (part[buffer.rank] for part in inputs())
@@ -142,11 +141,8 @@ def run_refused_during_a_call() -> None:
     buffer.release()
 
 
-def test_a_call_in_another_thread_refuses_for_all(ranks) -> None:
-    ranks.run(run_refused_during_a_call)
-
-
-def run_failure_that_nobody_saw() -> None:
+@run_on("ranks")
+def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back() -> None:
     """As on a GPU, whose launches fail when nobody looks."""
     buffer, _ = make()
     failure = ep.EPAbortError("enough") if buffer.rank == 0 else None
@@ -155,10 +151,6 @@ def run_failure_that_nobody_saw() -> None:
         buffer.release()
     assert mapped() == 0
     use(*make())
-
-
-def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back(ranks) -> None:
-    ranks.run(run_failure_that_nobody_saw)
 
 
 def run_late() -> str:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from run_on import run_on
 from sequence_cases import Case, random_plan
 
 import megatron_ep as ep
@@ -33,7 +34,9 @@ def round_trip(dispatcher, case):
     assert torch.equal(dispatcher.combine(moved[0], case.plan), inputs[0][rank])
 
 
-def run_cases(nodes, ranks_per_machine):
+@pytest.mark.parametrize(("nodes", "ranks_per_machine"), [(1, 0), (2, 0), (4, 0), (2, 2), (4, 1), (4, 2)])
+@run_on("four_ranks")
+def test_processes(nodes, ranks_per_machine):
     names = mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // ranks_per_machine}")
     forced = mock.patch.dict(os.environ, {choice.VARIABLE: "tcp"} if ranks_per_machine else {})
     with forced, names if ranks_per_machine else contextlib.nullcontext():
@@ -48,29 +51,21 @@ def run_cases(nodes, ranks_per_machine):
                 round_trip(dispatcher, case)
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_machine"), [(1, 0), (2, 0), (4, 0), (2, 2), (4, 1), (4, 2)])
-def test_processes(four_ranks, nodes, ranks_per_machine):
-    four_ranks.run(run_cases, nodes, ranks_per_machine)
-
-
-def run_skewed(calls):
+@run_on("four_ranks")
+def test_200_calls_of_skewed_ranks():
     """Nothing is cleared between calls: a rank may be calls ahead of another, or behind it."""
     rank, r = dist.get_rank(), random.Random(dist.get_rank())
     q = [torch.arange(5.0).view(5, 1) + 100 * source for source in range(W)]
     moved = [x[rank] for x in reference.dispatch(q, q, q, PLAN)]
     with ep.Buffer(None, ep.Config(num_experts=W, timeout=20), ep.Topology(2, 2)) as buffer:
         dispatcher = SequenceDispatcher(buffer)
-        for call in range(calls):
+        for call in range(200):
             if r.random() < 0.1:
                 time.sleep(r.random() * 0.02)
             x = q[rank] + call
             there = dispatcher.dispatch(x, x, x, PLAN)
             assert all(torch.equal(a, b + call) for a, b in zip(there, moved, strict=True)), call
             assert torch.equal(dispatcher.combine(there[0], PLAN), x), call
-
-
-def test_200_calls_of_skewed_ranks(four_ranks):
-    four_ranks.run(run_skewed, 200)
 
 
 def run_at_odds(kind):
