@@ -34,7 +34,6 @@ config = TransformerConfig(
     expert_model_parallel_size=world,
     add_bias_linear=False,
     use_cpu_initialization=True,
-    gradient_accumulation_fusion=False,
 )
 
 spec = get_moe_module_spec(use_te=False, num_experts=4 * world, moe_grouped_gemm=False)

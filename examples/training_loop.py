@@ -30,8 +30,7 @@ parallel_state.initialize_model_parallel(expert_model_parallel_size=world, creat
 model_parallel_cuda_manual_seed(0)
 sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 64}
 experts = {"num_moe_experts": 4 * world, "moe_router_topk": 2, "expert_model_parallel_size": world}
-host = {"gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False}
-config = TransformerConfig(**sizes, **experts, **host, moe_token_dispatcher_type="alltoall", add_bias_linear=False)
+config = TransformerConfig(**sizes, **experts, moe_token_dispatcher_type="alltoall", add_bias_linear=False)
 
 configure(timeout=60)  # before the first step; fields of Config
 spec = ep_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False), router=fused_router)

@@ -80,8 +80,8 @@ def make_config(**options: Any) -> TransformerConfig:
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
     )
     return TransformerConfig(**{**defaults, **options})
 

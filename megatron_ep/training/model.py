@@ -34,17 +34,8 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=recipe.topology.world_size,
         expert_tensor_parallel_size=1,
         moe_token_dispatcher_type="alltoall" if kind == "ep" else kind,
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
-        apply_rope_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=False,
         deterministic_mode=recipe.train.device == "cuda",  # the host always is deterministic
     )
 

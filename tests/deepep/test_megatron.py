@@ -141,11 +141,6 @@ def train_model(dispatcher, overlaps, options):
         moe_flex_dispatcher_backend="deepep",
         moe_router_dtype="fp32",
         params_dtype=torch.float32,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         **options,
     )
     config.overlap_moe_expert_parallel_comm = overlaps  # Megatron's check of a config wants bf16 for it

@@ -26,12 +26,9 @@ VOCABULARY, MAX_TOKENS = 64, 32  # the longest a sequence gets
 MODEL = dict(
     num_layers=2,
     attention_backend=AttnBackend.local,
-    masked_softmax_fusion=False,
     attention_dropout=0.0,
     hidden_dropout=0.0,
     normalization="RMSNorm",
-    apply_rope_fusion=False,
-    persist_layer_norm=False,
 )
 PADDING = "moe_pad_experts_for_cuda_graph_inference"
 

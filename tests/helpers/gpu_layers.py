@@ -46,8 +46,6 @@ def make_config(**options):
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
     )
     return TransformerConfig(**{**defaults, **options})
 

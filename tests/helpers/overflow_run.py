@@ -40,7 +40,7 @@ def work(rank, factor):
         **dict(num_moe_experts=8, moe_router_topk=2, moe_router_dtype="fp64", moe_router_load_balancing_type="none"),
         **dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", params_dtype=torch.float32),
         **dict(expert_model_parallel_size=WORLD, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0),
-        **dict(use_cpu_initialization=True, gradient_accumulation_fusion=False),
+        use_cpu_initialization=True,
     )
     config.moe_expert_rank_capacity_factor = factor  # its own check asks for Transformer Engine's experts
     spec = ep_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False))

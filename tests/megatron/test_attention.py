@@ -42,6 +42,18 @@ W = 4
 LENGTHS = ([600], [40, 3, 130, 1], [300, 60], [9] * 12)
 
 
+def config_of_one(**options):
+    """Where this process has no ranks."""
+    with mock.patch.object(equivalence, "_layout", (1, 1)):
+        return make_config(**options)
+
+
+def make_model(config, spec):
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    return GPTModel(config, spec, vocab_size=50, max_sequence_length=640, position_embedding_type="rope")
+
+
 def packed(lengths):
     return packed_sequences(torch.tensor([0, *lengths]).cumsum(0).int())
 
@@ -55,7 +67,7 @@ def run_attention(dtype, heads, kv_heads, width, v_width):
     shapes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
     leaves = [torch.randn(rows, *shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
     weight = torch.randn(rows, heads * v_width, dtype=dtype, generator=generator)
-    config, params = make_config(attention_dropout=0.0), packed(LENGTHS[rank])
+    config, params = make_config(), packed(LENGTHS[rank])
     at_home = VarlenAttention(config)(*leaves, None, packed_seq_params=params)
     expected = [at_home, *torch.autograd.grad((at_home * weight).sum(), leaves)]
     dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
@@ -92,7 +104,7 @@ def run_context_parallel():
 
     leaves = [rows.clone().requires_grad_() for rows in whole[:3]]
     parts = [own(rows).clone().requires_grad_() for rows in whole[:3]]
-    config = make_config_of_one()
+    config = config_of_one()
     expected = VarlenAttention(config)(*leaves, None, packed_seq_params=packed(lengths))
     (expected * whole[3].flatten(1)).sum().backward()
     parallel = dataclasses.replace(config, context_parallel_size=2)
@@ -116,29 +128,19 @@ def run_tensor_parallel(dtype):
         num_moe_experts=None,
         moe_ffn_hidden_size=None,
         sequence_parallel=False,
-        hidden_size=32,
         ffn_hidden_size=48,
         num_query_groups=2,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         params_dtype=dtype,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
     )
     lengths = ([600, 8], [40, 5, 130, 1])[data_rank]
-    tokens = torch.randint(0, 48, (1, sum(lengths)), generator=torch.Generator().manual_seed(data_rank))
+    tokens = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(data_rank))
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
     results, steps = [], []
     for make_spec in (varlen_spec, sequence_spec):
-        model_parallel_cuda_manual_seed(1)
-        torch.manual_seed(1)
-        model = GPTModel(
-            config, make_spec(spec), vocab_size=48, max_sequence_length=640, position_embedding_type="rope"
-        )
+        model = make_model(config, make_spec(spec))
         model.to(dtype)  # torch's norms have one of their own
         params = packed(lengths)
-        losses = model(tokens, None, None, labels=(tokens * 7 + 3) % 48, packed_seq_params=params)
+        losses = model(tokens, None, None, labels=(tokens * 7 + 3) % 50, packed_seq_params=params)
         losses.mean().backward()
         results.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
         steps.append(params)
@@ -154,13 +156,6 @@ def test_with_tensor_parallelism(four_ranks, dtype, most):
         assert difference < most and moved > 50
 
 
-def make_config_of_one():
-    equivalence._layout = (1, 1)
-    config = make_config(attention_dropout=0.0)
-    equivalence._layout = None
-    return config
-
-
 def test_with_context_parallelism(four_ranks):
     assert max(four_ranks.run(run_context_parallel)) < 1e-12
 
@@ -169,20 +164,12 @@ def _losses(spec, recompute):
     config = make_config(
         num_layers=2,
         num_moe_experts=4,
-        hidden_size=32,
         num_query_groups=2,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         params_dtype=torch.float32,
         moe_router_dtype="fp32",
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         recompute_granularity="selective" if recompute else None,
     )
-    model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(1)
-    model = GPTModel(config, spec, vocab_size=50, max_sequence_length=640, position_embedding_type="rope")
+    model = make_model(config, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(4):
@@ -239,7 +226,6 @@ def run_latent_attention(by):
         attention_dropout=0.0,
         rope_type="rope",
         qk_layernorm=True,
-        apply_rope_fusion=False,
         add_bias_linear=False,
         params_dtype=torch.float64,
     )
@@ -275,7 +261,7 @@ def run_reused(how):
     """What takes other documents for a second micro-batch of as many tokens: the largest difference from attention at
     home, of two layers each; and how many plans were made."""
     join_layout(1, 1)
-    config, rank = make_config(attention_dropout=0.0), dist.get_rank()
+    config, rank = make_config(), dist.get_rank()
     dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
     at_home, plans, differences = VarlenAttention(config), [], []
     generator = torch.Generator().manual_seed(rank)
@@ -326,7 +312,7 @@ def run_one_mistake(mistake, in_second_layer):
     join_layout(1, 1)
     rows = 2000 if in_second_layer and dist.get_rank() == 2 else 9
     call = {"packed_seq_params": packed([rows]), "attention_bias": None, "rows": rows}
-    dispatched = DispatchedCoreAttention(make_config(attention_dropout=0.0), core_attention=DotProductAttention)
+    dispatched = DispatchedCoreAttention(make_config(), core_attention=DotProductAttention)
     if in_second_layer:
         x = torch.randn(rows, 2, 4)
         dispatched(x, x, x, None, packed_seq_params=call["packed_seq_params"])
@@ -378,7 +364,7 @@ def run_te_attention(lengths):
     params, rows = packed(lengths), sum(lengths)
     leaves = [torch.randn(rows, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (4, 2, 2)]
     weight = torch.randn(rows, 16, dtype=torch.float64, generator=generator)
-    config = make_config(attention_dropout=0.0, num_attention_heads=4, num_query_groups=2, hidden_size=16)
+    config = make_config(num_attention_heads=4, num_query_groups=2, hidden_size=16)
     results, layers = [], []
     with te_attention.installed() as kind:
         spec = with_te(gpt_layer_specs.get_gpt_layer_local_spec(), kind)
@@ -410,7 +396,7 @@ def run_te_without_rows():
     """A rank without any has nothing to compute, and takes part."""
     join_layout(1, 1)
     rank = dist.get_rank()
-    config = make_config(attention_dropout=0.0, num_attention_heads=2, num_query_groups=2, hidden_size=8)
+    config = make_config(num_attention_heads=2, num_query_groups=2, hidden_size=8)
     lengths = [] if rank == 1 else [3 + rank]
     x = torch.randn(sum(lengths), 2, 4, requires_grad=True)
     with te_attention.installed() as kind:
@@ -467,10 +453,6 @@ def test_specs_with_transformer_engine():
 
 
 # ---- one process
-
-
-def config_of_one(**options):
-    return dataclasses.replace(make_config_of_one(), **options)
 
 
 def test_specs():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from on_ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -82,7 +83,10 @@ def _by_plugin(name, **model):
         plugin.disable()
 
 
-def _same_training(name, model):
+@pytest.mark.parametrize("name", megatron_bridge.RECIPES)
+@pytest.mark.parametrize("model", [{}, FULL], ids=["as given", "full recompute"])
+@on_ranks
+def test_a_recipe_trains_as_with_megatrons_dispatcher(name, model):
     megatron_bridge.bridge()
     join_layout(1, 4)
     declared = {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None}
@@ -92,12 +96,6 @@ def _same_training(name, model):
         assert trained.keys() == parameters.keys()
         for key, value in parameters.items():
             torch.testing.assert_close(trained[key], value, rtol=1e-3, atol=1e-5, msg=key)
-
-
-@pytest.mark.parametrize("name", megatron_bridge.RECIPES)
-@pytest.mark.parametrize("model", [{}, FULL], ids=["as given", "full recompute"])
-def test_a_recipe_trains_as_with_megatrons_dispatcher(ranks, name, model):
-    ranks.run(_same_training, name, model)
 
 
 def _pretrained(name, dispatcher):

@@ -9,6 +9,7 @@ import warnings
 from unittest import mock
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -104,8 +105,11 @@ def _pair(config, experts=CountedExperts, **settings):
     return plain, chunked
 
 
-def _equals_unchunked(dtype, tokens):
-    plain, chunked = _pair({"params_dtype": dtype, "gradient_accumulation_fusion": False}, moe_chunks=2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [(16, 16, 16, 16), (24, 7, 1, 0), (0, 0, 5, 0), (0, 0, 0, 0)])
+@on_four_ranks
+def test_two_chunks_equal_one(dtype, tokens):
+    plain, chunked = _pair({"params_dtype": dtype}, moe_chunks=2)
     x, probs, ids, grad = _given(plain.config, tokens[dist.get_rank()])
     for _ in range(2):  # the second pass expects rows
         expected, actual = (_routed(layer, x, probs, ids, grad) for layer in (plain, chunked))
@@ -117,16 +121,11 @@ def _equals_unchunked(dtype, tokens):
         assert off <= {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype], (number, off)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [(16, 16, 16, 16), (24, 7, 1, 0), (0, 0, 5, 0), (0, 0, 0, 0)])
-def test_two_chunks_equal_one(four_ranks, dtype, tokens):
-    four_ranks.run(_equals_unchunked, dtype, tokens)
-
-
 # ---- calls
 
 
-def _order():
+@on_four_ranks
+def test_calls_of_two_chunks_and_of_one():
     """What is called when, forward and backward."""
     plain, chunked = _pair({}, moe_chunks=2)
     assert not {"dispatch", "combine", "routed_experts_compute"} & {*vars(plain)}, "off: Megatron's own methods"
@@ -180,11 +179,8 @@ def _order():
     assert calls.counts == [2, 6, 4]
 
 
-def test_calls_of_two_chunks_and_of_one(four_ranks):
-    four_ranks.run(_order)
-
-
-def _replays():
+@on_four_ranks
+def test_a_replay_takes_the_layouts_of_both_chunks():
     plain, chunked = _pair({**RECOMPUTE}, moe_chunks=2)
     x = torch.randn(9 + dist.get_rank(), 1, 32, dtype=torch.float64)
     results = []
@@ -202,11 +198,8 @@ def _replays():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_replay_takes_the_layouts_of_both_chunks(four_ranks):
-    four_ranks.run(_replays)
-
-
-def _copies():
+@on_four_ranks
+def test_a_pass_of_inference_has_one_chunk():
     _, chunked = _pair({}, moe_chunks=2)
     given = _given(chunked.config, 6)
     expected = _routed(chunked, *given)
@@ -223,14 +216,13 @@ def _copies():
     torch.testing.assert_close(output, expected[0], rtol=1e-12, atol=1e-12)
 
 
-def test_a_pass_of_inference_has_one_chunk(four_ranks):
-    four_ranks.run(_copies)
-
-
 # ---- weight gradients beside the backward pass of dispatch
 
 
-def _delays(number, fuses):
+@pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("number", [1, 2])
+@on_four_ranks
+def test_delayed_weight_gradients_are_ddps_in_the_same_step(number, fuses):
     """Under Megatron's DDP, with two microbatches a step: every gradient is in main_grad when a step's passes end."""
     settings = {"params_dtype": torch.float32, "moe_router_dtype": "fp32"}
     join_layout(1, W)
@@ -264,13 +256,8 @@ def _delays(number, fuses):
     assert "".join(layer.experts.told) == "EW" * number * 4
 
 
-@pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("number", [1, 2])
-def test_delayed_weight_gradients_are_ddps_in_the_same_step(four_ranks, number, fuses):
-    four_ranks.run(_delays, number, fuses)
-
-
-def _keeps_gradients():
+@on_four_ranks
+def test_delayed_weight_gradients_are_added_up():
     """Without DDP gradients are added to those that are there."""
     plain, _ = _pair({})
     config = make_config()
@@ -285,51 +272,35 @@ def _keeps_gradients():
             torch.testing.assert_close(twice, 2 * once, rtol=1e-12, atol=1e-12)
 
 
-def test_delayed_weight_gradients_are_added_up(four_ranks):
-    four_ranks.run(_keeps_gradients)
-
-
 # ---- what is refused
 
+PADS = "moe_pad_expert_input_to_capacity"
+OVERLAPPED_SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+OVERLAPPED_MICROBATCHES = {**FLEX, "overlap_moe_expert_parallel_comm": True}
 
-def _refuses(fields, settings, match):
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "with_what"),
+    [
+        ({PADS: True}, {}, f"{PADS}: give"),
+        ({}, {"moe_expert_rank_capacity_factor": 2.0}, "moe_expert_rank_capacity_factor: give"),
+        (OVERLAPPED_SHARED_EXPERT, {}, "moe_shared_expert_overlap: give"),
+        (OVERLAPPED_MICROBATCHES, {}, "overlap_moe_expert_parallel_comm"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, {}, "a CUDA graph that holds the experts"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, {}, "delayed fp8 scaling"),
+        ({chunks.DELAYS: True, PADS: True}, {"moe_chunks": 1}, f"{PADS}: give"),
+    ],
+)
+@on_four_ranks
+def test_what_two_chunks_do_not_go_with(fields, settings, with_what):
+    what = f"{chunks.DELAYS} is True" if chunks.DELAYS in fields else "moe_chunks is 2"
     join_layout(1, W)
     config = make_config(num_moe_experts=W, moe_router_topk=1, moe_router_pre_softmax=True)
     for name, value in fields.items():
         setattr(config, name, value)
-    with configured(**{"moe_chunks": 2, **settings}), pytest.raises(ValueError, match=match):
+    with configured(**{"moe_chunks": 2, **settings}), pytest.raises(ValueError, match=f"{what} with {with_what}"):
         make_layer(config)
-
-
-@pytest.mark.parametrize(
-    ("fields", "settings", "match"),
-    [
-        (
-            {"moe_pad_expert_input_to_capacity": True},
-            {},
-            "moe_chunks is 2 with moe_pad_expert_input_to_capacity: give",
-        ),
-        ({}, {"moe_expert_rank_capacity_factor": 2.0}, "moe_chunks is 2 with moe_expert_rank_capacity_factor: give"),
-        (
-            {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
-            {},
-            "moe_chunks is 2 with moe_shared_expert_overlap: give",
-        ),
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_scope": []},
-            {},
-            "moe_chunks is 2 with a CUDA graph that holds the experts",
-        ),
-        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, {}, "moe_chunks is 2 with delayed fp8 scaling"),
-        (
-            {chunks.DELAYS: True, "moe_pad_expert_input_to_capacity": True},
-            {"moe_chunks": 1},
-            f"{chunks.DELAYS} is True with moe_pad_expert_input_to_capacity: give",
-        ),
-    ],
-)
-def test_what_two_chunks_do_not_go_with(four_ranks, fields, settings, match):
-    four_ranks.run(_refuses, fields, settings, match)
 
 
 @pytest.mark.parametrize("number", [0, 3, 2.0, True, None])
@@ -338,19 +309,8 @@ def test_numbers_of_chunks(number):
         Options(moe_chunks=number)
 
 
-def _overlap_is_refused():
-    join_layout(1, W)
-    config = make_config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
-    config.overlap_moe_expert_parallel_comm = True
-    with configured(moe_chunks=2), pytest.raises(ValueError, match="moe_chunks is 2 with overlap_moe_expert_parallel"):
-        make_layer(config)
-
-
-def test_1f1b_overlap_is_refused(four_ranks):
-    four_ranks.run(_overlap_is_refused)
-
-
-def _own_layer_is_refused():
+@on_four_ranks
+def test_a_layer_with_other_steps_is_refused():
     join_layout(1, W)
     with (
         configured(moe_chunks=2),
@@ -358,10 +318,6 @@ def _own_layer_is_refused():
         pytest.raises(ValueError, match="moe_chunks is 2 with a EPMoELayer that is not Megatron's: give one"),
     ):
         make_layer(make_config())
-
-
-def test_a_layer_with_other_steps_is_refused(four_ranks):
-    four_ranks.run(_own_layer_is_refused)
 
 
 @pytest.mark.parametrize(("held", "wrong"), [(["moe_router", "attn"], False), (["moe"], True), ([], True)])
@@ -372,7 +328,8 @@ def test_graphs_that_hold_the_experts(held, wrong):
     assert not chunks._has_graphed_experts(config)
 
 
-def _warns():
+@on_four_ranks
+def test_sums_in_bf16_are_warned_of():
     for dtype, count in ((torch.bfloat16, 1), (torch.float32, 0)):
         with configured(moe_chunks=2), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -380,7 +337,3 @@ def _warns():
             make_layer(make_config(params_dtype=dtype))
         told = [str(warning.message) for warning in caught if "gradient_accumulation_fusion" in str(warning.message)]
         assert len(told) == count and all("are added in torch.bfloat16, which rounds once more" in t for t in told)
-
-
-def test_sums_in_bf16_are_warned_of(four_ranks):
-    four_ranks.run(_warns)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from nightly import at_night
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -30,7 +31,9 @@ pytestmark = pytest.mark.numerical
 W, MOST = 4, "moe_low_latency_max_tokens"
 
 
-def _generates_the_same_tokens(pads):
+@pytest.mark.parametrize("pads", [True, at_night(False)])
+@on_four_ranks
+def test_generates_the_same_tokens_as_megatrons_all_to_all(pads):
     from generation import MODEL, counted, generate, make_engine, make_model
 
     join_layout(1, W)
@@ -51,11 +54,6 @@ def _generates_the_same_tokens(pads):
             assert generate(make_engine(ours, len(prompts), pads), prompts, 6) == expected
         modes = (calls.rings // config.num_layers, calls.one_hop // config.num_layers)
         assert modes == (1 + steps - low_latency, low_latency)
-
-
-@pytest.mark.parametrize("pads", [True, at_night(False)])
-def test_generates_the_same_tokens_as_megatrons_all_to_all(four_ranks, pads):
-    four_ranks.run(_generates_the_same_tokens, pads)
 
 
 # ---- one layer
@@ -152,7 +150,8 @@ def test_gives_the_bits_of_the_rings_on_three_ranks():
         ranks.run(_compare_modes, 1, torch.float32, None, {}, None)
 
 
-def _captured():
+@on_four_ranks
+def test_the_host_waits_for_nothing_in_a_captured_step():
     """As while a CUDA graph captures it, which no wait of the host may interrupt."""
     join_layout(1, W)
     config = make_config()
@@ -167,11 +166,8 @@ def _captured():
             ep.raise_if_failed()
 
 
-def test_the_host_waits_for_nothing_in_a_captured_step(four_ranks):
-    four_ranks.run(_captured)
-
-
-def _chooses_the_mode():
+@on_four_ranks
+def test_chooses_the_mode_by_what_all_ranks_share():
     join_layout(1, W)
     config = make_config()
     with configured(**{MOST: 6}):
@@ -194,11 +190,9 @@ def _chooses_the_mode():
         assert decode(layer.eval(), tokens(config, 6))[1] == (1, 0)
 
 
-def test_chooses_the_mode_by_what_all_ranks_share(four_ranks):
-    four_ranks.run(_chooses_the_mode)
-
-
-def _a_rank_without_tokens(fp8):
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+@on_four_ranks
+def test_a_rank_without_tokens_takes_part(fp8):
     """Its experts are wanted. Megatron's router itself cannot do without tokens. fp8: experts read padding, too."""
     join_layout(1, W)
     config = make_config()
@@ -218,11 +212,6 @@ def _a_rank_without_tokens(fp8):
             output = dispatcher.combine_postprocess(dispatcher.token_combine(rows * probs.unsqueeze(1)))
         assert torch.equal(output, 2 * x)
         ep.raise_if_failed()
-
-
-@pytest.mark.parametrize("fp8", [None, "e4m3"])
-def test_a_rank_without_tokens_takes_part(four_ranks, fp8):
-    four_ranks.run(_a_rank_without_tokens, fp8)
 
 
 def _ranks_that_disagree():

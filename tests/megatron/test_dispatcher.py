@@ -10,6 +10,7 @@ import pytest
 import router_accuracy
 from host_backends import AheadBackend, with_backend
 from nightly import a_third
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -32,99 +33,75 @@ W = 4
 
 # ---- whole layers, router included, in fp64: (TP, EP), options
 
+ONE_EXPERT = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+MANY_CHOICES = {"num_moe_experts": 64, "moe_router_topk": 17}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+AUX_LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01}
 SHARED = {"moe_shared_expert_intermediate_size": 40}
+OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
 PAD = {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}
 # Megatron's all-to-all gathers unequal counts over TP ranks, which gloo cannot; its all-gather dispatcher stands in.
 TP_BASELINE = {"moe_token_dispatcher_type": "allgather"}
 LAYERS = {
-    "one expert a token": (1, 4, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "one expert a token": (1, 4, ONE_EXPERT),
     "many experts": (1, 4, {"num_moe_experts": 32, "moe_router_topk": 8}),
+    "more choices than fit beside a row": (1, 4, {"num_moe_experts": 36, "moe_router_topk": 33}),
     "one expert a rank": (1, 4, {"num_moe_experts": 4, "moe_router_topk": 3}),
     "two expert-parallel groups": (1, 2, {}),
     "one rank": (1, 1, {}),
     "odd hidden size": (1, 4, {"hidden_size": 37, "num_attention_heads": 1}),
-    "sigmoid, groups, bias, auxiliary loss": (
-        1,
-        4,
-        {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": 2.5,
-            "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 0.01,
-        },
-    ),
-    "probs on the input": (
-        1,
-        4,
-        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
-    ),
+    "sigmoid, groups, bias, auxiliary loss": (1, 4, {**SIGMOID, **GROUPS, **EXPERT_BIAS, **AUX_LOSS}),
+    "probs on the input": (1, 4, {**ONE_EXPERT, "moe_apply_probs_on_input": True}),
     "capacity drops": (1, 4, {"moe_expert_capacity_factor": 0.7}),
     "capacity drops by position": (1, 4, {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}),
     "drop and pad": (1, 4, PAD),
-    "drop and pad, roomy": (1, 4, {**PAD, "moe_expert_capacity_factor": 2.0}),
     "drop and pad by position": (1, 4, {**PAD, "moe_token_drop_policy": "position"}),
     "recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     "recompute, drop and pad": (1, 2, {**PAD, "recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     "shared expert": (1, 4, SHARED),
-    "shared expert overlapped": (1, 4, {**SHARED, "moe_shared_expert_overlap": True}),
-    "shared expert overlapped, gated": (
-        1,
-        4,
-        {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
-    ),
+    "shared expert overlapped": (1, 4, OVERLAPPED),
+    "shared expert overlapped, gated": (1, 4, {**OVERLAPPED, "moe_shared_expert_gate": True}),
     "TP 2 in EP 2": (2, 2, TP_BASELINE),
     "TP 2, no EP": (2, 1, TP_BASELINE),
     "TP 2 in EP 2, capacity drops": (2, 2, {**TP_BASELINE, "moe_expert_capacity_factor": 0.7}),
-    "TP 2 in EP 2, more choices than fit beside a row": (
-        2,
-        2,
-        {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
-    ),
+    "TP 2 in EP 2, more choices than fit beside a row": (2, 2, {**TP_BASELINE, **MANY_CHOICES}),
     "TP 2 in EP 2, drop and pad": (2, 2, PAD),
-    "TP 2 in EP 2, shared expert overlapped": (2, 2, {**PAD, **SHARED, "moe_shared_expert_overlap": True}),
+    "TP 2 in EP 2, shared expert overlapped": (2, 2, {**PAD, **OVERLAPPED}),
 }
 
 
-def _worst(by_rank):
-    return max((difference, name) for differences in by_rank for name, difference in differences.items())
+def _agree(by_rank, tolerance):
+    worst = max((difference, name) for differences in by_rank for name, difference in differences.items())
+    assert worst[0] <= tolerance, worst
 
 
 @pytest.mark.parametrize(("tp", "ep_size", "options"), LAYERS.values(), ids=LAYERS)
 def test_layer_equals_megatrons(four_ranks, tp, ep_size, options):
-    differences = four_ranks.run(compare_layers, tp, ep_size, 24, 1, options)
-    assert all(difference <= 1e-12 for rank in differences for difference in rank.values()), _worst(differences)
+    _agree(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options), 1e-12)
 
 
 @pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_layer_equals_megatrons_in_training_dtypes(four_ranks, dtype, tolerance, router_dtype):
     options = {"params_dtype": dtype, "moe_router_dtype": router_dtype, "bf16": dtype is torch.bfloat16}
-    differences = four_ranks.run(compare_layers, 1, 4, 24, 1, options)
-    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+    _agree(four_ranks.run(compare_layers, 1, 4, 24, 1, options), tolerance)
 
 
 # Of packed sequences every rank has as many tokens as it happens to have, and padding behind them.
-AUX_LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01}
 UNEVEN = {
     "uneven": ([24, 1, 5, 60], 0, {}),
     "uneven, padding, auxiliary loss": ([24, 8, 9, 60], 7, AUX_LOSS),
-    "uneven, padding, groups": (
-        [24, 8, 12, 60],
-        7,
-        {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    ),
+    "uneven, padding, groups": ([24, 8, 12, 60], 7, {**SIGMOID, **GROUPS}),
 }
 
 
 @pytest.mark.parametrize("router", [None, fused_router])
 @pytest.mark.parametrize(("tokens", "padding", "options"), UNEVEN.values(), ids=UNEVEN)
 def test_layer_with_as_many_tokens_as_a_rank_has(four_ranks, tokens, padding, options, router):
-    differences = four_ranks.run(compare_layers, 1, 4, tokens, 1, options, router, padding)
     tolerance = 1e-12 if router is None else 1e-6  # Megatron's scores are fp32
-    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+    _agree(four_ranks.run(compare_layers, 1, 4, tokens, 1, options, router, padding), tolerance)
 
 
 def _compare_layer_with_padded_experts(router):
@@ -135,61 +112,41 @@ def _compare_layer_with_padded_experts(router):
 
 @pytest.mark.parametrize("router", [None, fused_router])
 def test_layer_whose_experts_are_padded_for_quantization(four_ranks, router):
-    differences = four_ranks.run(_compare_layer_with_padded_experts, router)
     tolerance = 1e-12 if router is None else 1e-6
-    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
-
-
-SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
-SPARSE = {
-    "sigmoid": (1, 4, {**SIGMOID, "num_moe_experts": 16, "moe_router_topk": 4}),
-    "TP 2 in EP 2": (2, 2, TP_BASELINE),
-    "TP 2 in EP 2, more choices than fit beside a row": (
-        2,
-        2,
-        {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
-    ),
-    "capacity drops, which are dense": (1, 4, {"moe_expert_capacity_factor": 0.7}),
-}
+    _agree(four_ranks.run(_compare_layer_with_padded_experts, router), tolerance)
 
 
 def fused_router_without_near_ties(*args, **options):
     return router_accuracy.refuse_near_ties(fused_router(*args, **options))
 
 
-@pytest.mark.parametrize(("tp", "ep_size", "options"), SPARSE.values(), ids=SPARSE)
+@pytest.mark.parametrize(
+    ("tp", "ep_size", "options"),
+    [
+        (1, 4, {**SIGMOID, "num_moe_experts": 16, "moe_router_topk": 4}),
+        (2, 2, TP_BASELINE),
+        (2, 2, {**TP_BASELINE, **MANY_CHOICES}),
+        (1, 4, {"moe_expert_capacity_factor": 0.7}),
+    ],
+    ids=["sigmoid", "TP 2 in EP 2", "TP 2 in EP 2, more choices than fit beside a row", "capacity drops are dense"],
+)
 def test_picks_straight_from_the_fused_router(four_ranks, tp, ep_size, options):
-    differences = four_ranks.run(compare_layers, tp, ep_size, 24, 1, options, fused_router_without_near_ties)
-    assert all(difference <= 1e-6 for rank in differences for difference in rank.values()), _worst(differences)
+    _agree(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options, fused_router_without_near_ties), 1e-6)
 
 
 # ---- the dispatcher alone, on routing maps that no router makes
 
 
-def _compare_more_experts_than_fit_beside_a_row():
+def _run_both(config, *inputs):
+    """The results of Megatron's dispatcher and of ours."""
+    return [run_dispatcher(make_dispatcher(name, config), *inputs) for name in ("megatron_alltoall", "ours")]
+
+
+@pytest.mark.parametrize("first", a_third(range(0, 39, 13)))
+@on_four_ranks
+def test_any_routing_map(first):
     join_layout(1, W)
-    config = make_config(num_moe_experts=36, moe_router_topk=33)
-    own = torch.Generator().manual_seed(dist.get_rank())
-    tokens = 3 * dist.get_rank()
-    x, grad = torch.randn(2, tokens, 32, generator=own, dtype=torch.float64)
-    probs = torch.randn(tokens, 36, generator=own, dtype=torch.float64)
-    routing_map = torch.rand(tokens, 36, generator=own).argsort(dim=1) < 33
-    expected, actual = (
-        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
-        for name in ("megatron_alltoall", "ours")
-    )
-    for name in ("rows", "output", "x_grad", "probs_grad"):
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
-    shared_buffers.close_buffers()
-
-
-def test_more_experts_than_fit_beside_a_row(four_ranks):
-    four_ranks.run(_compare_more_experts_than_fit_beside_a_row)
-
-
-def _compare_random_maps(first_seed, count):
-    join_layout(1, W)
-    for seed in range(first_seed, first_seed + count):
+    for seed in range(first, first + 13):
         common = torch.Generator().manual_seed(seed)
         num_experts = W * int(torch.randint(1, 12, (), generator=common))
         hidden = int(torch.randint(1, 80, (), generator=common))
@@ -206,10 +163,7 @@ def _compare_random_maps(first_seed, count):
         ranks_of_experts = torch.rand(tokens, num_experts, generator=own).argsort(dim=1)
         routing_map = ranks_of_experts < choices_of_token
 
-        expected, actual = (
-            run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
-            for name in ("megatron_alltoall", "ours")
-        )
+        expected, actual = _run_both(config, x, routing_map, probs, grad)
         for name in ("rows", "counts", "row_probs"):
             assert torch.equal(expected[name], actual[name]), (seed, name)
         for name in ("output", "x_grad", "probs_grad"):
@@ -217,12 +171,9 @@ def _compare_random_maps(first_seed, count):
         shared_buffers.close_buffers()
 
 
-@pytest.mark.parametrize("first", a_third(range(0, 39, 13)))
-def test_any_routing_map(four_ranks, first):
-    four_ranks.run(_compare_random_maps, first, 13)
-
-
-def _compare_padding(recipe, alignment):
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
+@on_four_ranks
+def test_padding_for_quantization(recipe, alignment):
     join_layout(1, W)
     config = make_config(num_moe_experts=8, moe_router_topk=3)
     config.moe_router_padding_for_quantization, config.fp8, config.fp8_recipe = True, "e4m3", recipe
@@ -230,10 +181,7 @@ def _compare_padding(recipe, alignment):
     x, grad = torch.randn(2, 50, 32, generator=generator, dtype=torch.float64)
     routing_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < 3
     probs = torch.rand(50, 8, generator=generator, dtype=torch.float64) * routing_map
-    expected, actual = (
-        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
-        for name in ("megatron_alltoall", "ours")
-    )
+    expected, actual = _run_both(config, x, routing_map, probs, grad)
     for name in ("output", "x_grad"):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * routing_map, rtol=1e-12, atol=1e-12)
@@ -251,12 +199,9 @@ def _compare_padding(recipe, alignment):
         assert not padded[len(exact) :].any()
 
 
-@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
-def test_padding_for_quantization(four_ranks, recipe, alignment):
-    four_ranks.run(_compare_padding, recipe, alignment)
-
-
-def _compare_drop_and_pad(tp, ep_size):
+@pytest.mark.parametrize(("tp", "ep_size"), [(1, 4), (2, 2)])
+@on_four_ranks
+def test_drop_and_pad_gives_every_expert_its_capacity(tp, ep_size):
     join_layout(tp, ep_size)
     config = make_config(**PAD)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -264,10 +209,7 @@ def _compare_drop_and_pad(tp, ep_size):
     topk_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < 2
     scores = torch.rand(50, 8, generator=generator, dtype=torch.float64) * topk_map
     probs, routing_map = apply_router_token_dropping(scores, topk_map, 2, 0.7, pad_to_capacity=True)
-    expected, actual = (
-        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
-        for name in ("megatron_alltoall", "ours")
-    )
+    expected, actual = _run_both(config, x, routing_map, probs, grad)
     capacity = 9 * tp * ep_size  # ceil(50 * 2 / 8 * 0.7) of each rank
     assert expected["counts"].tolist() == actual["counts"].tolist() == [capacity] * len(actual["counts"])
     assert expected["rows"].shape == actual["rows"].shape and expected["row_probs"].shape == actual["row_probs"].shape
@@ -277,30 +219,21 @@ def _compare_drop_and_pad(tp, ep_size):
     torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * taken, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("tp", "ep_size"), [(1, 4), (2, 2)])
-def test_drop_and_pad_gives_every_expert_its_capacity(four_ranks, tp, ep_size):
-    four_ranks.run(_compare_drop_and_pad, tp, ep_size)
-
-
-def _compare_no_tokens():
+@on_four_ranks
+def test_drop_and_pad_without_tokens():
     join_layout(1, W)
     x = torch.empty(0, 32, dtype=torch.float64)
     routing_map = torch.zeros(0, 8, dtype=torch.bool)
-    expected, actual = (
-        run_dispatcher(make_dispatcher(name, make_config(**PAD)), x, routing_map, routing_map.double(), x)
-        for name in ("megatron_alltoall", "ours")
-    )
+    expected, actual = _run_both(make_config(**PAD), x, routing_map, routing_map.double(), x)
     for name in ("output", "x_grad", "probs_grad"):
         assert actual[name].shape == expected[name].shape
     assert not actual["rows"].any() and not actual["row_probs"].any()
     ep.raise_if_failed()
 
 
-def test_drop_and_pad_without_tokens(four_ranks):
-    four_ranks.run(_compare_no_tokens)
-
-
-def _preserves_probs_dtype(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@on_four_ranks
+def test_probs_keep_their_dtype(dtype):
     join_layout(1, W)
     config = make_config(params_dtype=torch.float32)
     routing_map = torch.zeros(6, 8, dtype=torch.bool)
@@ -309,11 +242,6 @@ def _preserves_probs_dtype(dtype):
     result = run_dispatcher(make_dispatcher("ours", config), torch.randn(6, 32), routing_map, probs, torch.randn(6, 32))
     assert result["row_probs"].dtype == result["probs_grad"].dtype == dtype
     assert result["counts"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_probs_keep_their_dtype(four_ranks, dtype):
-    four_ranks.run(_preserves_probs_dtype, dtype)
 
 
 # ---- launches ahead of the counts
@@ -349,7 +277,9 @@ def _step(*inputs):
     return [tensor.detach().requires_grad_() for tensor in inputs]
 
 
-def _compare_overlapped(options):
+@pytest.mark.parametrize("options", [{}, {"moe_expert_rank_capacity_factor": 4.0}], ids=["exact", "fixed rows"])
+@on_four_ranks
+def test_step_by_step_as_1f1b_overlap_runs_it(options):
     join_layout(1, W)
     shared_buffers.configure(**options)
     config = make_config()
@@ -401,15 +331,13 @@ def _compare_overlapped(options):
     shared_buffers.configure()
 
 
-@pytest.mark.parametrize("options", [{}, {"moe_expert_rank_capacity_factor": 4.0}], ids=["exact", "fixed rows"])
-def test_step_by_step_as_1f1b_overlap_runs_it(four_ranks, options):
-    four_ranks.run(_compare_overlapped, options)
-
-
 # ---- inference switches capacity padding on and off at run time
 
 
-def _compare_inference_padding(router, tolerance):
+# Megatron's softmax is fp32
+@pytest.mark.parametrize(("router", "tolerance"), [(None, 1e-12), (fused_router_without_near_ties, 1e-9)])
+@on_four_ranks
+def test_inference_flips_drop_and_pad(router, tolerance):
     from megatron.core.inference import utils
 
     join_layout(1, W)
@@ -434,16 +362,11 @@ def _compare_inference_padding(router, tolerance):
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-# Megatron's softmax is fp32
-@pytest.mark.parametrize(("router", "tolerance"), [(None, 1e-12), (fused_router_without_near_ties, 1e-9)])
-def test_inference_flips_drop_and_pad(four_ranks, router, tolerance):
-    four_ranks.run(_compare_inference_padding, router, tolerance)
-
-
 # ---- buffers and mistakes
 
 
-def _counts_buffers():
+@on_four_ranks
+def test_layers_share_one_buffer():
     join_layout(1, 2)
     config = make_config()
     before = shared_buffers.comm_seconds()
@@ -466,10 +389,6 @@ def _counts_buffers():
     shared_buffers.configure()
 
 
-def test_layers_share_one_buffer(four_ranks):
-    four_ranks.run(_counts_buffers)
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -486,23 +405,14 @@ def test_configure_names_what_is_wrong(settings, sentence):
     assert shared_buffers._config == {}, "and sets nothing"
 
 
-def _overlap_without_hybridep():
+@on_four_ranks
+def test_what_1f1b_overlap_needs_is_asked_before_a_model_is_built():
     join_layout(1, W)
     config = make_config()
     config.overlap_moe_expert_parallel_comm = True
     with pytest.raises(ValueError, match=r"needs moe_token_dispatcher_type='flex'.*'hybridep', got 'alltoall'"):
         make_dispatcher("ours", config)
-
-
-def test_overlap_must_be_declared_as_hybridep(four_ranks):
-    four_ranks.run(_overlap_without_hybridep)
-
-
-def _overlap_with_another_schedule():
-    join_layout(1, W)
-    config = make_config()
     config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
-    config.overlap_moe_expert_parallel_comm = True
     with (
         mock.patch.object(step_state, "SCHEDULE", "nowhere"),
         pytest.raises(ValueError, match="sets no dispatched_probs"),
@@ -515,11 +425,8 @@ def _overlap_with_another_schedule():
         make_dispatcher("ours", config)
 
 
-def test_the_schedule_is_looked_at_before_a_model_is_built(four_ranks):
-    four_ranks.run(_overlap_with_another_schedule)
-
-
-def _wrong_shape():
+@on_four_ranks
+def test_a_routing_map_of_another_shape_is_refused():
     join_layout(1, W)
     dispatcher = make_dispatcher("ours", make_config())
     x = torch.randn(5, 32, dtype=torch.float64)
@@ -533,10 +440,6 @@ def _wrong_shape():
     routing_map = torch.ones(5, 8, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"probs is torch\.float64 of shape \(5, 2\), must be \(5, 8\)"):
         dispatcher.dispatch_preprocess(x, routing_map, torch.ones(5, 2).double())
-
-
-def test_a_routing_map_of_another_shape_is_refused(four_ranks):
-    four_ranks.run(_wrong_shape)
 
 
 def _ids_below_none(tp, options):
@@ -562,7 +465,7 @@ def _ids_below_none(tp, options):
 
 @pytest.mark.parametrize(
     ("tp", "options"),
-    [(1, {}), (2, {}), (2, {"num_moe_experts": 64, "moe_router_topk": 17})],
+    [(1, {}), (2, {}), (2, MANY_CHOICES)],
     ids=["TP 1", "TP 2", "TP 2, more choices than fit beside a row"],
 )
 def test_only_minus_one_is_no_expert(four_ranks, tp, options):

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import rank_processes
 import torch
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -258,7 +259,8 @@ class OwnRouter(TopKRouter):
     pass
 
 
-def _plugged():
+@on_four_ranks
+def test_the_plugin_takes_every_layer_and_gives_them_back():
     join_layout(1, 4)
     before = MoELayer.__init__
     plugin.enable(fused_router)
@@ -276,10 +278,6 @@ def _plugged():
         plugin.disable()
     assert MoELayer.__init__ is before
     assert isinstance(_build().token_dispatcher, MoEAlltoAllTokenDispatcher)
-
-
-def test_the_plugin_takes_every_layer_and_gives_them_back(four_ranks):
-    four_ranks.run(_plugged)
 
 
 def _announced(is_shown):

@@ -1,6 +1,7 @@
 """A layer whose parameters torch's fully_shard has spread over its data-parallel ranks: EP 2 x DP 2, on the host."""
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -18,7 +19,8 @@ from megatron_ep.megatron.layer import ep_layer_spec
 pytestmark = pytest.mark.numerical
 
 
-def _sharded():
+@on_four_ranks
+def test_fully_shard_gathers_and_reduces_around_our_dispatcher():
     join_layout(1, 2)
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))
     layers = []
@@ -45,7 +47,3 @@ def _sharded():
         group, size = (copies.get_group(), copies.size()) if is_expert else (dist.group.WORLD, dist.get_world_size())
         dist.all_reduce(whole.grad, group=group)
         torch.testing.assert_close(part.grad.full_tensor(), whole.grad / size, rtol=1e-12, atol=1e-12, msg=name)
-
-
-def test_fully_shard_gathers_and_reduces_around_our_dispatcher(four_ranks):
-    four_ranks.run(_sharded)

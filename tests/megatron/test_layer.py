@@ -7,6 +7,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -176,9 +177,6 @@ def _compare_models(moe_layer_freq):
         ffn_hidden_size=64,
         params_dtype=torch.float32,
         moe_router_dtype="fp32",
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
     )
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -203,15 +201,12 @@ def test_a_model_of_dense_and_moe_layers(four_ranks):
         assert loss_difference < 1e-5 and gradient_difference < 1e-5
 
 
-def _seven_experts():
+@on_four_ranks
+def test_experts_that_do_not_divide_are_refused_before_megatrons_assertion():
     join_layout(1, 2)
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=7))
     with pytest.raises(ValueError, match="num_moe_experts is 7, must be a multiple of the 2 ranks"):
         spec(config=make_config(num_moe_experts=7))
-
-
-def test_experts_that_do_not_divide_are_refused_before_megatrons_assertion(four_ranks):
-    four_ranks.run(_seven_experts)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +223,10 @@ def test_layouts_whose_gradients_megatron_averages_over_the_wrong_ranks(monkeypa
         layers.initialize(None, mock.Mock(side_effect=ValueError("of the layer itself")), config, None, 1, groups)
 
 
-def _fsdp():
+@on_four_ranks
+def test_megatrons_fsdp_is_refused():
     join_layout(1, 4)
     layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=make_config())
     layer.router.weight.__fsdp_param__ = True  # as Megatron-FSDP marks what it takes
     with pytest.raises(ValueError, match="use_megatron_fsdp is True, which has never run with this dispatcher"):
         layer(torch.ones(3, 1, 32, dtype=torch.float64))
-
-
-def test_megatrons_fsdp_is_refused(four_ranks):
-    four_ranks.run(_fsdp)

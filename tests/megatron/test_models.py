@@ -9,6 +9,7 @@ import types
 from unittest import mock
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -25,7 +26,7 @@ from megatron_ep.megatron.equivalence import join_layout, make_config
 
 PATTERN, PREDICTED = "*-E*E", "/*E" if hybrid_stack.HAS_HYBRID else ""  # attention, MLP, MoE; older ones predict none
 VOCABULARY, LENGTH = 32, 12
-WHOLE = {"params_dtype": torch.float32, "moe_router_dtype": "fp32", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+WHOLE = {"params_dtype": torch.float32, "moe_router_dtype": "fp32"}
 
 
 def _losses_and_gradients(model, ours):
@@ -71,7 +72,8 @@ def _spec_by_name(stack):
         return importlib.import_module("megatron_ep.megatron.hybrid_spec").hybrid
 
 
-def _hybrid_by_both_entry_points():
+@on_four_ranks
+def test_a_hybrid_model():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     stack = hybrid_stack.stack()
@@ -83,10 +85,6 @@ def _hybrid_by_both_entry_points():
         plugin.disable()
     by_name = _hybrid_model(_spec_by_name(stack))
     _check(theirs, by_plugin, by_name)
-
-
-def test_a_hybrid_model(four_ranks):
-    four_ranks.run(_hybrid_by_both_entry_points)
 
 
 @dataclasses.dataclass
@@ -111,7 +109,8 @@ def _provided(layers):
     return Provider(**fields, transformer_layer_spec=layers)
 
 
-def _from_a_provider():
+@on_four_ranks
+def test_a_provider_that_calls_the_spec():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     _check(_provided(_megatrons).provide(), _provided(spec.gpt).provide())
@@ -121,7 +120,3 @@ def _megatrons(config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-
-
-def test_a_provider_that_calls_the_spec(four_ranks):
-    four_ranks.run(_from_a_provider)

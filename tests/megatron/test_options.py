@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -95,7 +96,9 @@ def test_drop_and_pad_on_two_nodes(four_ranks):
         assert all(difference <= 1e-12 for difference in differences.values()), differences
 
 
-def _too_few_rows(is_megatrons):
+@pytest.mark.parametrize("is_megatrons", [False, True])
+@on_four_ranks
+def test_too_few_rows_are_told(is_megatrons):
     """All tokens want the experts of rank 0, and one of each rank's those of rank 3."""
     join_layout(1, W)
     config = make_config()
@@ -130,11 +133,6 @@ def _too_few_rows(is_megatrons):
         if not over:
             with pytest.raises(ep.EPAbortError, match="moe_expert_rank_capacity_factor makes room for"):
                 ep.raise_if_failed()
-
-
-@pytest.mark.parametrize("is_megatrons", [False, True])
-def test_too_few_rows_are_told(four_ranks, is_megatrons):
-    four_ranks.run(_too_few_rows, is_megatrons)
 
 
 def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
@@ -187,7 +185,8 @@ def test_all_layers_are_asked_at_once(monkeypatch):
         ep.raise_if_failed()  # told once, of all layers
 
 
-def _megatrons_trainer_repeats():
+@on_four_ranks
+def test_megatrons_trainer_repeats_a_step_without_a_budget():
     """What Megatron's trainer does with a step that was over budget."""
     join_layout(1, W)
     config = make_config()
@@ -218,11 +217,8 @@ def _megatrons_trainer_repeats():
     ep.raise_if_failed()
 
 
-def test_megatrons_trainer_repeats_a_step_without_a_budget(four_ranks):
-    four_ranks.run(_megatrons_trainer_repeats)
-
-
-def _experts_that_ask_the_host():
+@on_four_ranks
+def test_experts_that_ask_the_host_are_refused():
     spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     with configured(**{FACTOR: 4.0}):
         join_layout(1, 2)
@@ -236,10 +232,6 @@ def _experts_that_ask_the_host():
         config = make_config(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
         with pytest.raises(ValueError, match=r"is 4\.0 with moe_pad_expert_input_to_capacity"):
             make_dispatcher("ours", config)
-
-
-def test_experts_that_ask_the_host_are_refused(four_ranks):
-    four_ranks.run(_experts_that_ask_the_host)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +269,11 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _asks_nothing(router, factor, padding):
+@pytest.mark.parametrize(
+    ("router", "factor", "padding"), [(None, None, {}), (None, 4.0, {}), (fused_router, 4.0, {}), (None, None, PAD)]
+)
+@on_four_ranks
+def test_the_router_tells_the_host_nothing(router, factor, padding):
     join_layout(1, W)
     config = make_config(num_moe_experts=8, moe_router_topk=3, **padding)
     with configured(**({FACTOR: factor} if factor else {})):
@@ -292,13 +288,6 @@ def _asks_nothing(router, factor, padding):
         with Asked() as asked:
             run_layer(layer, x, grad)
         assert asked.names == ["_local_scalar_dense"] * (router is None)
-
-
-@pytest.mark.parametrize(
-    ("router", "factor", "padding"), [(None, None, {}), (None, 4.0, {}), (fused_router, 4.0, {}), (None, None, PAD)]
-)
-def test_the_router_tells_the_host_nothing(four_ranks, router, factor, padding):
-    four_ranks.run(_asks_nothing, router, factor, padding)
 
 
 def _router_with_too_many():
@@ -347,7 +336,8 @@ def test_probs_on_combine_equal_megatrons_layer(four_ranks, tp, ep_size, setting
         assert all(difference <= tolerance for difference in differences.values()), differences
 
 
-def _experts_get_ones():
+@on_four_ranks
+def test_experts_are_given_ones():
     join_layout(1, W)
     seen = []
 
@@ -366,10 +356,6 @@ def _experts_get_ones():
             setattr(config, name, True)
             with pytest.raises(ValueError, match=f"moe_apply_probs_on_combine is True with {name}"):
                 make_dispatcher("ours", config)
-
-
-def test_experts_are_given_ones(four_ranks):
-    four_ranks.run(_experts_get_ones)
 
 
 # ---- rows as fp8
@@ -406,17 +392,14 @@ def test_float8_rows_change_little(four_ranks, dtype, hidden, settings):
         assert 1e-3 < differences[0] < 0.06 and max(differences) < 0.08, differences
 
 
-def _refuses_float8():
+@on_four_ranks
+def test_float8_rows_of_fp64_are_refused():
     join_layout(1, W)
     with configured(moe_dispatch_fwd_dtype="fp8"):
         layer = make_layer(make_config())
         words = r"x with forward_dtype is torch.float64, must be one of torch.bfloat16"
         with pytest.raises((ValueError, ep.EPAbortError), match=words):
             layer(inputs(layer.config)[0])
-
-
-def test_float8_rows_of_fp64_are_refused(four_ranks):
-    four_ranks.run(_refuses_float8)
 
 
 # ---- where options come from

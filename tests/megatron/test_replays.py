@@ -2,6 +2,7 @@
 alone combines nothing."""
 
 import pytest
+from on_ranks import on_four_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -47,7 +48,20 @@ def _backward(layer, x, grad, between=lambda: None):
     return [*outputs, *(leaf.grad for leaf in leaves), *(p.grad.clone() for p in layer.parameters())], calls.counts
 
 
-def _same_bits(settings, options, router):
+@pytest.mark.parametrize(
+    ("settings", "options", "router"),
+    [
+        ({}, {}, None),
+        ({}, {}, fused_router),
+        ({}, {"moe_apply_probs_on_combine": True}, None),
+        ({}, {"moe_expert_rank_capacity_factor": 4.0}, fused_router),
+        ({"params_dtype": torch.float32, "hidden_size": 128}, {"moe_dispatch_fwd_dtype": "fp8"}, None),
+        (SHARED, {}, None),
+        (CAPACITY, {}, None),
+    ],
+)
+@on_four_ranks
+def test_a_replay_asks_for_no_counts_and_combines_nothing(settings, options, router):
     join_layout(1, W)
     with configured(**options):
         plain = make_layer(make_config(**settings), router=router)
@@ -63,23 +77,8 @@ def _same_bits(settings, options, router):
         ep.raise_if_failed()
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "router"),
-    [
-        ({}, {}, None),
-        ({}, {}, fused_router),
-        ({}, {"moe_apply_probs_on_combine": True}, None),
-        ({}, {"moe_expert_rank_capacity_factor": 4.0}, fused_router),
-        ({"params_dtype": torch.float32, "hidden_size": 128}, {"moe_dispatch_fwd_dtype": "fp8"}, None),
-        (SHARED, {}, None),
-        (CAPACITY, {}, None),
-    ],
-)
-def test_a_replay_asks_for_no_counts_and_combines_nothing(four_ranks, settings, options, router):
-    four_ranks.run(_same_bits, settings, options, router)
-
-
-def _asks_anew():
+@on_four_ranks
+def test_where_the_forward_pass_is_not_known_the_replay_asks():
     join_layout(1, W)
     layer = make_layer(make_config(**RECOMPUTE))
     x, grad = _inputs(layer.config, 2)
@@ -95,10 +94,6 @@ def _asks_anew():
     layer.token_dispatcher.trusts_router = False  # ranks may then split tokens or not
     _, [counts, *_] = _backward(layer, x, grad)
     assert counts == 4
-
-
-def test_where_the_forward_pass_is_not_known_the_replay_asks(four_ranks):
-    four_ranks.run(_asks_anew)
 
 
 def _a_checkpoint_around(settings):
@@ -130,7 +125,8 @@ def test_a_replay_of_layers_around_asks_for_no_counts(four_ranks, method, layers
     four_ranks.run(_a_checkpoint_around, {"recompute_method": method, "recompute_num_layers": layers})
 
 
-def _chooses_otherwise():
+@on_four_ranks
+def test_a_replay_that_chooses_other_experts_is_no_number():
     join_layout(1, W)
     layer = make_layer(make_config(**RECOMPUTE))
     x, grad = _inputs(layer.config, 1)
@@ -140,7 +136,3 @@ def _chooses_otherwise():
 
     gradients, _ = _backward(layer, x, grad, another_router)
     assert gradients[1].isnan().any(), "gradients of other experts than the output's are no number"
-
-
-def test_a_replay_that_chooses_other_experts_is_no_number(four_ranks):
-    four_ranks.run(_chooses_otherwise)

@@ -16,6 +16,7 @@ import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
+from on_ranks import on_four_ranks
 from ports import free_port
 
 import megatron_ep as ep
@@ -62,7 +63,8 @@ def dispatch_over(buffer):
     return ep.dispatch(torch.ones(6, 16), ids, buffer=buffer)
 
 
-def run_aborted_and_again():
+@on_four_ranks
+def test_waits_end_and_buffers_can_be_built_again():
     """Rank 3 does not come; a thread of every rank is told that it failed, as the restarter's is. Then all go on."""
     restart = loaded_with(stand_in())
     rank, state = dist.get_rank(), object()
@@ -89,11 +91,8 @@ def run_aborted_and_again():
     shared_buffers.configure()
 
 
-def test_waits_end_and_buffers_can_be_built_again(four_ranks):
-    four_ranks.run(run_aborted_and_again)
-
-
-def run_closed_alone():
+@on_four_ranks
+def test_closing_needs_no_peer():
     """Rank 0 closes while nobody else does, and no other rank takes part: they wait until it has."""
     buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=300))
     dispatch_over(buffer)
@@ -104,10 +103,6 @@ def run_closed_alone():
     dist.barrier()
     assert buffer.is_open == (buffer.rank > 0)
     buffer.close()
-
-
-def test_closing_needs_no_peer(four_ranks):
-    four_ranks.run(run_closed_alone)
 
 
 def run_slow_save(timeout):

@@ -8,6 +8,7 @@ import inspect
 
 import pytest
 import router_accuracy
+from on_ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -258,7 +259,9 @@ def test_padding_mask(ranks, name, sparse):
 BF16 = dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None)
 
 
-def _compare_bf16(sparse):
+@pytest.mark.parametrize("sparse", [False, True])
+@on_ranks
+def test_bf16_logits(sparse):
     _, _, ours, x = make_routers({**ROUTERS["DeepSeek-V3"], **BF16}, sparse=sparse)
     ours.expert_bias.data = ours.expert_bias.data.bfloat16()  # as Float16Module does
     probs, _ = ours(x.bfloat16())
@@ -267,11 +270,6 @@ def _compare_bf16(sparse):
     probs.sum().backward()
     assert ours.weight.grad.dtype == torch.bfloat16 and ours.weight.grad.isfinite().all()
     assert ours.local_tokens_per_expert.sum() == 12 * 3 * 4
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_bf16_logits(ranks, sparse):
-    ranks.run(_compare_bf16, sparse)
 
 
 def _first_steps_in_bf16(options):
@@ -308,7 +306,9 @@ def test_the_first_steps_in_bf16_equal_megatrons(ranks, name):
     ranks.run(_first_steps_in_bf16, ROUTERS[name])
 
 
-def _recompute(sparse):
+@pytest.mark.parametrize("sparse", [False, True])
+@on_ranks
+def test_recompute(sparse):
     _, _, ours, x = make_routers(ROUTERS["DeepSeek-V3"], sparse=sparse)
     plain = run_router(ours, x)
     ours.local_tokens_per_expert.zero_()
@@ -325,11 +325,8 @@ def _recompute(sparse):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_recompute(ranks, sparse):
-    ranks.run(_recompute, sparse)
-
-
-def _replay(sparse):
+@on_ranks
+def test_replay(sparse):
     RouterReplay.clear_global_router_replay_instances()
     options = {**ROUTERS["DeepSeek-V3"], "moe_enable_routing_replay": True}
     _, theirs, ours, x = make_routers(options, sparse=sparse)
@@ -352,11 +349,6 @@ def _replay(sparse):
     assert int(expected["map"].sum()) < ids.numel()
     assert_same(actual, expected)
     RouterReplay.clear_global_router_replay_instances()
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_replay(ranks, sparse):
-    ranks.run(_replay, sparse)
 
 
 def _refuse():
@@ -387,10 +379,7 @@ def _refuse():
     assert not fused_router(config=make_config(moe_expert_capacity_factor=1.0), pg_collection=groups, **options).sparse
 
 
-def _join_and_refuse():
+@on_ranks
+def test_what_the_router_cannot_do_is_refused():
     join_layout(1, W)
     _refuse()
-
-
-def test_what_the_router_cannot_do_is_refused(ranks):
-    ranks.run(_join_and_refuse)
