@@ -1,7 +1,25 @@
-"""The six steps of a Megatron dispatcher in sequence, forward and backward."""
+"""The six steps of a Megatron dispatcher in sequence, forward and backward; and what is said of whole layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from shared_settings import configured
+
+from megatron_ep.megatron.equivalence import compare_layers
+
+
+def compare_configured(settings: Mapping[str, Any], *arguments: Any) -> dict[str, float]:
+    """`compare_layers` with these settings of ours."""
+    with configured(**settings):
+        return compare_layers(*arguments)
+
+
+def assert_small(by_rank: Sequence[Mapping[str, float]], tolerance: float) -> None:
+    """All differences that `compare_layers` found."""
+    worst = max((difference, name) for differences in by_rank for name, difference in differences.items())
+    assert worst[0] <= tolerance, worst
 
 
 def run_dispatcher(

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from counted_experts import CountedExperts, make_layer
 from delayed_experts import DelayedExperts
+from dispatcher_steps import assert_small, compare_configured
 from host_backends import Launches
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from shared_settings import configured
 
 import megatron_ep as ep
 from megatron_ep.megatron import chunks
-from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config
+from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer
 from megatron_ep.megatron.options import Options
 from megatron_ep.megatron.router import fused_router
@@ -44,22 +45,12 @@ LAYERS = {
 }
 
 
-def _differences(tokens, options, router, settings):
-    with configured(moe_chunks=2, **settings):
-        return compare_layers(1, W, tokens, 3, options, router)
-
-
-def _require_small(by_rank, tolerance):
-    for differences in by_rank:
-        assert all(difference <= tolerance for difference in differences.values()), differences
-
-
 @pytest.mark.parametrize("tokens", [24, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layer_in_two_chunks_equals_megatrons(four_ranks, options, tokens):
     if "moe_expert_capacity_factor" in options and tokens is UNEVEN:
         tokens = [24, 8, 2, 4]  # Megatron's capacity of a single token is none
-    _require_small(four_ranks.run(_differences, tokens, options, None, {}), 1e-12)
+    assert_small(four_ranks.run(compare_configured, {"moe_chunks": 2}, 1, W, tokens, 3, options), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +63,9 @@ def test_layer_in_two_chunks_equals_megatrons(four_ranks, options, tokens):
     ],
 )
 def test_other_layers_in_two_chunks_equal_megatrons(four_ranks, options, router, settings):
-    _require_small(four_ranks.run(_differences, 24, options, router, settings), 1e-6 if router else 1e-12)
+    settings = {"moe_chunks": 2, **settings}
+    differences = four_ranks.run(compare_configured, settings, 1, W, 24, 3, options, router)
+    assert_small(differences, 1e-6 if router else 1e-12)
 
 
 def _routed(layer, x, probs, ids, grad):

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
-from dispatcher_steps import run_dispatcher
+from dispatcher_steps import assert_small, run_dispatcher
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
@@ -72,21 +72,16 @@ LAYERS = {
 }
 
 
-def _agree(by_rank, tolerance):
-    worst = max((difference, name) for differences in by_rank for name, difference in differences.items())
-    assert worst[0] <= tolerance, worst
-
-
 @pytest.mark.parametrize(("tp", "ep_size", "options"), LAYERS.values(), ids=LAYERS)
 def test_layer_equals_megatrons(four_ranks, tp, ep_size, options):
-    _agree(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options), 1e-12)
+    assert_small(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options), 1e-12)
 
 
 @pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_layer_equals_megatrons_in_training_dtypes(four_ranks, dtype, tolerance, router_dtype):
     options = {"params_dtype": dtype, "moe_router_dtype": router_dtype, "bf16": dtype is torch.bfloat16}
-    _agree(four_ranks.run(compare_layers, 1, 4, 24, 1, options), tolerance)
+    assert_small(four_ranks.run(compare_layers, 1, 4, 24, 1, options), tolerance)
 
 
 # Of packed sequences every rank has as many tokens as it happens to have, and padding behind them.
@@ -101,7 +96,7 @@ UNEVEN = {
 @pytest.mark.parametrize(("tokens", "padding", "options"), UNEVEN.values(), ids=UNEVEN)
 def test_layer_with_as_many_tokens_as_a_rank_has(four_ranks, tokens, padding, options, router):
     tolerance = 1e-12 if router is None else 1e-6  # Megatron's scores are fp32
-    _agree(four_ranks.run(compare_layers, 1, 4, tokens, 1, options, router, padding), tolerance)
+    assert_small(four_ranks.run(compare_layers, 1, 4, tokens, 1, options, router, padding), tolerance)
 
 
 def _compare_layer_with_padded_experts(router):
@@ -113,7 +108,7 @@ def _compare_layer_with_padded_experts(router):
 @pytest.mark.parametrize("router", [None, fused_router])
 def test_layer_whose_experts_are_padded_for_quantization(four_ranks, router):
     tolerance = 1e-12 if router is None else 1e-6
-    _agree(four_ranks.run(_compare_layer_with_padded_experts, router), tolerance)
+    assert_small(four_ranks.run(_compare_layer_with_padded_experts, router), tolerance)
 
 
 def fused_router_without_near_ties(*args, **options):
@@ -131,7 +126,7 @@ def fused_router_without_near_ties(*args, **options):
     ids=["sigmoid", "TP 2 in EP 2", "TP 2 in EP 2, more choices than fit beside a row", "capacity drops are dense"],
 )
 def test_picks_straight_from_the_fused_router(four_ranks, tp, ep_size, options):
-    _agree(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options, fused_router_without_near_ties), 1e-6)
+    assert_small(four_ranks.run(compare_layers, tp, ep_size, 24, 1, options, fused_router_without_near_ties), 1e-6)
 
 
 # ---- the dispatcher alone, on routing maps that no router makes

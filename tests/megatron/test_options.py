@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch
 import torch.distributed as dist
 from counted_experts import CountedExperts, make_layer
-from dispatcher_steps import run_dispatcher
+from dispatcher_steps import assert_small, compare_configured, run_dispatcher
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
 from shared_settings import configured
@@ -25,7 +25,7 @@ import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options, shared_buffers
 from megatron_ep.megatron.dispatcher import counts_on_device
-from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher
+from megatron_ep.megatron.equivalence import join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 from megatron_ep.normal import row_limit
@@ -53,7 +53,21 @@ def inputs(config, tokens=24):
 # ---- a fixed number of rows
 
 
-def _same_with_room(tp, ep_size, router, settings, topology=None):
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep_size", "router", "settings", "topology"),
+    [
+        (1, 4, None, {}, None),
+        (2, 2, None, {}, None),
+        (1, 4, fused_router, {}, None),
+        (1, 4, None, RECOMPUTE, None),
+        (1, 4, None, {}, ep.Topology(2, 2)),
+    ],
+)
+@on_four_ranks
+def test_same_layer_with_rows_enough(tp, ep_size, router, settings, topology):
     join_layout(tp, ep_size)
     config = make_config(num_moe_experts=8, moe_router_topk=3, **settings)
     plain = make_layer(config, router=router)
@@ -71,29 +85,9 @@ def _same_with_room(tp, ep_size, router, settings, topology=None):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
-
-@pytest.mark.parametrize(
-    ("tp", "ep_size", "router", "settings"),
-    [(1, 4, None, {}), (2, 2, None, {}), (1, 4, fused_router, {}), (1, 4, None, RECOMPUTE)],
-)
-def test_same_layer_with_rows_enough(four_ranks, tp, ep_size, router, settings):
-    four_ranks.run(_same_with_room, tp, ep_size, router, settings)
-
-
-def test_same_layer_with_rows_enough_on_two_nodes(four_ranks):
-    four_ranks.run(_same_with_room, 1, 4, None, {}, ep.Topology(2, 2))
-
-
-def _pads_on_two_nodes():
-    with configured(topology=ep.Topology(2, 2)):
-        return compare_layers(1, 4, 24, 1, PAD)
-
-
 def test_drop_and_pad_on_two_nodes(four_ranks):
-    for differences in four_ranks.run(_pads_on_two_nodes):
-        assert all(difference <= 1e-12 for difference in differences.values()), differences
+    settings = {"topology": ep.Topology(2, 2)}
+    assert_small(four_ranks.run(compare_configured, settings, 1, 4, 24, 1, PAD), 1e-12)
 
 
 @pytest.mark.parametrize("is_megatrons", [False, True])
@@ -241,11 +235,8 @@ def test_experts_that_ask_the_host_are_refused():
         ({"use_transformer_engine_op_fuser": True}, False, True),  # before 0.20
         ({"moe_use_grouped_tensor": False}, True, False),
         ({"moe_use_grouped_tensor": True}, True, True),
-        (
-            {"moe_use_grouped_tensor": True, "use_transformer_engine_op_fuser": True},
-            False,
-            False,
-        ),  # they pad on the host
+        # they pad on the host
+        ({"moe_use_grouped_tensor": True, "use_transformer_engine_op_fuser": True}, False, False),
     ],
 )
 def test_where_megatrons_experts_read_their_counts(monkeypatch, settings, is_padded, on_device):
@@ -324,16 +315,11 @@ ON_COMBINE = {
 }
 
 
-def _compare_on_combine(tp, ep_size, settings):
-    with configured(moe_apply_probs_on_combine=True):
-        return compare_layers(tp, ep_size, 24, 1, settings)
-
-
-@pytest.mark.parametrize(("tp", "ep_size", "settings"), ON_COMBINE.values(), ids=ON_COMBINE)
-def test_probs_on_combine_equal_megatrons_layer(four_ranks, tp, ep_size, settings):
-    tolerance = 0.03 if settings.get("bf16") else 1e-12
-    for differences in four_ranks.run(_compare_on_combine, tp, ep_size, settings):
-        assert all(difference <= tolerance for difference in differences.values()), differences
+@pytest.mark.parametrize(("tp", "ep_size", "options"), ON_COMBINE.values(), ids=ON_COMBINE)
+def test_probs_on_combine_equal_megatrons_layer(four_ranks, tp, ep_size, options):
+    settings = {"moe_apply_probs_on_combine": True}
+    differences = four_ranks.run(compare_configured, settings, tp, ep_size, 24, 1, options)
+    assert_small(differences, 0.03 if options.get("bf16") else 1e-12)
 
 
 @on_four_ranks

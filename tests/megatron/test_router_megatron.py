@@ -215,8 +215,10 @@ def assert_same(ours, theirs):
             assert torch.equal(ours[name], expected), name
 
 
-def _compare_routers(options, sparse):
-    _, theirs, ours, x = make_routers(options, sparse=sparse)
+@pytest.mark.parametrize(("name", "sparse"), [*((name, False) for name in ROUTERS), *((name, True) for name in SPARSE)])
+@on_ranks
+def test_router_equals_megatrons(name, sparse):
+    _, theirs, ours, x = make_routers(ROUTERS[name], sparse=sparse)
     for _ in range(2):  # counts add up
         assert_same(run_router(ours, x), run_router(theirs, x))
     theirs.eval(), ours.eval()
@@ -228,18 +230,11 @@ def _compare_routers(options, sparse):
             assert torch.equal(counts, ours.local_tokens_per_expert), "no counting without gradients"
 
 
-@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
-def test_router_equals_megatrons(ranks, options):
-    ranks.run(_compare_routers, options, False)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_sparse_router_equals_megatrons(ranks, name):
-    ranks.run(_compare_routers, ROUTERS[name], True)
-
-
-def _compare_padding(options, sparse):
-    _, theirs, ours, x = make_routers(options, sparse=sparse)
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "softmax, auxiliary loss, z-loss", "several auxiliary losses"])
+@on_ranks
+def test_padding_mask(name, sparse):
+    _, theirs, ours, x = make_routers(ROUTERS[name], sparse=sparse)
     mask = torch.rand(12, 3, generator=torch.Generator().manual_seed(4)) < 0.4
     if ours.enable_expert_bias:  # Megatron's counting takes no [T] mask, so the map says what to expect
         result = run_router(ours, x, mask)
@@ -248,12 +243,6 @@ def _compare_padding(options, sparse):
         theirs.enable_expert_bias = ours.enable_expert_bias = False
         ours.local_tokens_per_expert.zero_()
     assert_same(run_router(ours, x, mask), run_router(theirs, x, mask))
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "softmax, auxiliary loss, z-loss", "several auxiliary losses"])
-def test_padding_mask(ranks, name, sparse):
-    ranks.run(_compare_padding, ROUTERS[name], sparse)
 
 
 BF16 = dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None)
@@ -272,10 +261,12 @@ def test_bf16_logits(sparse):
     assert ours.local_tokens_per_expert.sum() == 12 * 3 * 4
 
 
-def _first_steps_in_bf16(options):
+@pytest.mark.parametrize("name", SPARSE)
+@on_ranks
+def test_the_first_steps_in_bf16_equal_megatrons(name):
     """Three steps of SGD of layers with our dispatcher, with Megatron's router and with ours: outputs and weights."""
     join_layout(1, W)
-    config = make_config(**{**dict(num_moe_experts=32, moe_router_topk=4, hidden_size=64), **BF16, **options})
+    config = make_config(**{**dict(num_moe_experts=32, moe_router_topk=4, hidden_size=64), **BF16, **ROUTERS[name]})
     spec = get_moe_module_spec(use_te=False, num_experts=32)
     layers = []
     for router in (None, fused_router):
@@ -299,11 +290,6 @@ def _first_steps_in_bf16(options):
         for ours, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
             assert torch.equal(ours, theirs)
     shared_buffers.close_buffers()
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_the_first_steps_in_bf16_equal_megatrons(ranks, name):
-    ranks.run(_first_steps_in_bf16, ROUTERS[name])
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -351,7 +337,9 @@ def test_replay(sparse):
     RouterReplay.clear_global_router_replay_instances()
 
 
-def _refuse():
+@on_ranks
+def test_what_the_router_cannot_do_is_refused():
+    join_layout(1, W)
     groups = get_default_pg_collection()
     for options, named in [
         (dict(moe_router_load_balancing_type="sinkhorn"), "sinkhorn"),
@@ -366,20 +354,11 @@ def _refuse():
     ]:
         with pytest.raises(ValueError, match=named):
             EPTopKRouter(make_config(**options), groups, sparse=True)
-    config = make_config()
-    config.moe_router_fusion = True
-    with pytest.raises(ValueError, match="moe_router_fusion"):
-        EPTopKRouter(config, groups)
-    config = make_config()
-    config.moe_router_score_function = "sqrtsoftplus"
-    with pytest.raises(ValueError, match="sqrtsoftplus"):
-        EPTopKRouter(config, groups)
+    for name, value in (("moe_router_fusion", True), ("moe_router_score_function", "sqrtsoftplus")):
+        config = make_config()
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=name):
+            EPTopKRouter(config, groups)
     options = dict(is_mtp_layer=True) if "is_mtp_layer" in inspect.signature(TopKRouter).parameters else {}
     assert fused_router(config=make_config(), pg_collection=groups, **options).sparse
     assert not fused_router(config=make_config(moe_expert_capacity_factor=1.0), pg_collection=groups, **options).sparse
-
-
-@on_ranks
-def test_what_the_router_cannot_do_is_refused():
-    join_layout(1, W)
-    _refuse()
