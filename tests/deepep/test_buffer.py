@@ -14,6 +14,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
+from on_ranks import on_four_ranks
 
 import megatron_ep as ep
 from megatron_ep.buffer import distributed
@@ -33,14 +34,19 @@ from megatron_ep.meeting import nodes
 from megatron_ep.tools.local_ranks import LocalRanks
 
 
+def group_of(size):
+    """This rank's of the groups of so many."""
+    groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
+    return groups[dist.get_rank() // size]
+
+
 def in_groups(check, size, ranks_per_node=None, device="cpu", **settings):
     """On all ranks of a job, in groups of so many."""
     if device == "cuda":
         device = f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
     with checks.nodes_of(ranks_per_node):
-        return check(groups[dist.get_rank() // size], torch.device(device), **settings)
+        return check(group_of(size), torch.device(device), **settings)
 
 
 def with_rows_of(hidden, check, *arguments):
@@ -102,8 +108,10 @@ def test_masked_ranks_of_two_nodes(four_ranks, ranks):
     assert all(four_ranks.run(ranks, checks.check_masks, 4, 2))
 
 
-def one_stays_away(group, device):
+@on_four_ranks
+def test_a_rank_that_stays_away_is_not_taken_back():
     """It is not taken back, and the others go on without it."""
+    group = group_of(4)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     gone = world - 1
     with mock.patch.object(distributed, "RENDEZVOUS_S", 1.0), mock.patch.dict(os.environ, {TIMEOUT_VARIABLE: "2"}):
@@ -132,11 +140,6 @@ def one_stays_away(group, device):
             assert round_trip() == [1] * gone + [0]
         dist.barrier(group)
         buffer.destroy()
-    return True
-
-
-def test_a_rank_that_stays_away_is_not_taken_back(four_ranks):
-    assert all(four_ranks.run(in_groups, one_stays_away, 4))
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
@@ -274,8 +277,10 @@ def test_sizes():
         Buffer.set_num_sms(7)
 
 
-def alone(group, device):
+@on_four_ranks
+def test_wrong_arguments():
     """Wrong arguments, in a group of one rank."""
+    group = group_of(1)
     buffer = Buffer(group)
     x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
     float8, counts = x.to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.int32)
@@ -335,15 +340,12 @@ def alone(group, device):
     again, *_, handle, _ = buffer.internode_dispatch(x, **given)
     assert torch.equal(buffer.internode_combine(again, handle)[0], x)
     buffer.destroy()
-    return True
 
 
-def test_wrong_arguments(four_ranks):
-    assert all(four_ranks.run(in_groups, alone, 1))
-
-
-def the_same_again(group, device):
+@on_four_ranks
+def test_arguments_are_checked_once():
     """Arguments that look like earlier ones are not checked again."""
+    group = group_of(1)
     buffer, elastic_buffer = Buffer(group), ElasticBuffer(group, 1)
     x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
     counts = torch.ones(2, dtype=torch.int32)
@@ -362,15 +364,12 @@ def the_same_again(group, device):
             assert check.call_count == checked
     buffer.destroy()
     elastic_buffer.destroy()
-    return True
 
 
-def test_arguments_are_checked_once(four_ranks):
-    assert all(four_ranks.run(in_groups, the_same_again, 1))
-
-
-def one_is_wrong(group, device):
+@on_four_ranks
+def test_one_rank_s_mistake_reaches_the_others():
     """The others hear of it, and all go on after a reset."""
+    group = group_of(2)
     buffer, rank = Buffer(group), dist.get_rank(group)
     x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [3]]), torch.ones(2, 1)
     given = {"num_tokens_per_expert": torch.ones(4, dtype=torch.int32), "topk_idx": ids, "topk_weights": weights}
@@ -381,15 +380,12 @@ def one_is_wrong(group, device):
     buffer.reset()
     assert len(buffer.dispatch(x, **given)[0]) == 2
     buffer.destroy()
-    return True
 
 
-def test_one_rank_s_mistake_reaches_the_others(four_ranks):
-    assert all(four_ranks.run(in_groups, one_is_wrong, 2))
-
-
-def one_has_too_many(group, device):
+@on_four_ranks
+def test_too_many_tokens_of_a_rank():
     """Tokens for num_max_tokens_per_rank."""
+    group = group_of(2)
     buffer, rank = ElasticBuffer(group, 1, num_max_tokens_per_rank=4), dist.get_rank(group)
     tokens = 4 + rank
     x, ids, weights = torch.ones(tokens, 8), torch.arange(tokens).unsqueeze(1) % 2, torch.ones(tokens, 1)
@@ -415,15 +411,12 @@ def one_has_too_many(group, device):
         rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, num_experts=2, num_max_tokens_per_rank=5, **options)
         assert torch.equal(buffer.combine(rows, handle)[0], x)
     buffer.destroy()
-    return True
 
 
-def test_too_many_tokens_of_a_rank(four_ranks):
-    assert all(four_ranks.run(in_groups, one_has_too_many, 2))
-
-
-def too_few_rows(group, device):
+@on_four_ranks
+def test_too_few_rows():
     """Where R is fixed: weights are NaN, and who asks is told, once."""
+    group = group_of(2)
     gc.collect()  # all buffers are asked
     rank = dist.get_rank(group)
     buffer, elastic_buffer = Buffer(group), ElasticBuffer(group, 1)
@@ -462,11 +455,6 @@ def too_few_rows(group, device):
         buffer.destroy()
     assert logged.call_count == (rank == 0)
     elastic_buffer.destroy()
-    return True
-
-
-def test_too_few_rows(four_ranks):
-    assert all(four_ranks.run(in_groups, too_few_rows, 2))
 
 
 def test_events():
