@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +28,8 @@ def main(argv: Sequence[str]) -> int:
         heads * options.head_dim * torch.bfloat16.itemsize for heads in (options.query_heads, 2 * options.kv_heads)
     )
     row_bytes = RowBytes(q=q, kv=kv, out=q)
-    shards, given = _read(options.file, options.ranks)
+    shards = _read(options.file, options.ranks)
     plans = {"at home": SequencePlan.build(computed_at_home(shards), options.ranks)}
-    if options.file.endswith(".json"):
-        plans["as in the file"] = given
     started = time.process_time()
     balanced = balance(shards, options.ranks, block=options.block, row_bytes=row_bytes, max_bytes=options.max_bytes)
     planned = time.process_time()
@@ -58,9 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "file",
-        metavar="PLAN.json|LENGTHS",
-        help="a list of shards as objects, with the fields of megatron_ep.sequences.plan.Shard; or text with a "
-        "document's length a line: these documents are laid one behind the other and cut evenly over the ranks",
+        metavar="LENGTHS",
+        help="a document's length a line: these documents are laid one behind the other and cut evenly over the ranks",
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="W", help="ranks that share the documents")
     parser.add_argument("--block", type=int, default=128, metavar="N", help="cut at multiples of N rows (default: 128)")
@@ -100,37 +96,23 @@ def _check(options: argparse.Namespace) -> None:
         require_int("--num-sms", options.num_sms, 1, 1 << 10)
 
 
-def _read(file: str, ranks: int) -> tuple[list[Shard], SequencePlan]:
-    """Returns the shards of a file, and their plan."""
-    from megatron_ep.sequences.plan import SequencePlan
+def _read(file: str, ranks: int) -> list[Shard]:
     from megatron_ep.sequences.planner import cut_evenly
 
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        shards = _shards(text) if file.endswith(".json") else cut_evenly(_lengths(text), ranks)
-        return shards, SequencePlan.build(shards, ranks)
+        return cut_evenly(_lengths(Path(file).read_text(encoding="utf-8")), ranks)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {reason(error)}") from None
 
 
 def _lengths(text: str) -> list[int]:
+    from megatron_ep.config import MAX_ROWS
+
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
-        if not line.strip().isdecimal():
-            raise ValueError(f"line {number}: {line!r} is no length")
+        if not line.strip().isdecimal() or int(line) > MAX_ROWS:
+            raise ValueError(f"line {number}: {line!r} is no length of at most {MAX_ROWS}")
     return [int(line) for line in lines]
-
-
-def _shards(text: str) -> list[Shard]:
-    from megatron_ep.sequences.plan import SHARD_FIELDS, Shard
-
-    shards = json.loads(text)
-    if not isinstance(shards, list):
-        raise ValueError("must be a list of shards")
-    for i, shard in enumerate(shards):
-        if not isinstance(shard, dict) or set(shard) != set(SHARD_FIELDS):
-            raise ValueError(f"shard {i} is {json.dumps(shard)}, must have {', '.join(SHARD_FIELDS)}")
-    return [Shard(**shard) for shard in shards]
 
 
 def _print_table(plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
