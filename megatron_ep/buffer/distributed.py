@@ -47,6 +47,7 @@ class DistributedRankGroup(RankGroup):
 
     fabric: str
     _network: tcp.Network | None = None  # network between nodes, if a thread of the host serves it
+    _memory_kind: str  # how ranks over p2p map each other's memory
     _failed_reset = ""  # why the last reset failed, if it did
 
     def __init__(
@@ -83,9 +84,18 @@ class DistributedRankGroup(RankGroup):
         self.heap = sizes.gpu_heap(self.topology, self.config, sms)
         wanted, gpus = [info.fabric for info in self._infos], [info.gpu for info in self._infos]
         domains = {info.domain for info in self._infos}
+        memory = self._infos[0].memory
+        connected = next((info.memory_in_use for info in self._infos if info.memory_in_use), None)
+        self._memory_kind = peer_memory.kind_for(self._machines, memory, connected)
         lacks = functools.partial(peer_memory.lacks, self._rendezvous, self.device, self._memory_kind)
         lacks_memory = lacks if len(domains) == 1 and None not in domains else None
         fabric = fabric or choice.choose(self._machines, wanted, self._rendezvous.gather, lacks_memory)
+        if fabric.name == "p2p":
+            if memory is None and connected is None and self._is_one_machine and (lacking := lacks()):
+                self._memory_kind = peer_memory.IPC
+                fabric = dataclasses.replace(fabric, reason=f"{fabric.reason}; by CUDA IPC, because {lacking}")
+            own = dataclasses.replace(self._infos[self.rank], memory_in_use=self._memory_kind)
+            self._infos = [*self._infos[: self.rank], own, *self._infos[self.rank + 1 :]]
         connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
         self._network = connection.network
         self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)
@@ -116,10 +126,6 @@ class DistributedRankGroup(RankGroup):
     @property
     def spans_machines(self) -> bool:
         return self._network is not None
-
-    @property
-    def _memory_kind(self) -> str:
-        return peer_memory.kind_for(self._machines, self._infos[0].memory)
 
     @property
     def _is_one_machine(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _RANK = struct.Struct("<i")
+_PEER = struct.Struct("3i")  # ucred of unix(7): process, user, group
 
 
 @contextlib.contextmanager
@@ -27,11 +28,15 @@ def mailbox(senders: int, seconds: float) -> Iterator[socket.socket]:
 
 
 def send(descriptor: int, rank: int, mailboxes: list[str], seconds: float) -> None:
-    """Sends a descriptor of this rank to the mailboxes with these paths. Raises OSError if one does not take it."""
+    """Sends a descriptor of this rank to the mailboxes with these paths. Raises OSError if one does not take it, or is
+    that of another user."""
     for path in mailboxes:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(seconds)
             connection.connect(path)
+            _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if user != os.geteuid():
+                raise PermissionError(f"user {user} listens at {path}, must be user {os.geteuid()} of this process")
             socket.send_fds(connection, [_RANK.pack(rank)], [descriptor])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,13 @@ def exchanged(
         yield own, {rank: handles[rank] for rank in others}
         return
     seconds = rendezvous.timeout.total_seconds()
-    with descriptors.mailbox(len(others), seconds) as listener:
-        own, mailboxes = rendezvous.exchange(lambda: (own_memory(), listener.getsockname()))
+    with contextlib.ExitStack() as stack:
+
+        def open_mailbox() -> tuple[tuple[Any, socket.socket], str]:
+            memory, listener = own_memory(), stack.enter_context(descriptors.mailbox(len(others), seconds))
+            return (memory, listener), listener.getsockname()
+
+        (own, listener), mailboxes = rendezvous.exchange(open_mailbox)
 
         def send() -> None:
             descriptor = int.from_bytes(own.handle(), sys.byteorder)
@@ -103,14 +109,15 @@ def exchanged(
         descriptors.close(received)
 
 
-def kind_for(machines: Sequence[str], wanted: str | None) -> str:
+def kind_for(machines: Sequence[str], wanted: str | None, in_use: str | None = None) -> str:
     """Returns how ranks of these machines map each other's memory. Raises ValueError for another value of the variable.
 
     wanted: value of MEGATRON_EP_PEER_MEMORY; None: it is not set.
+    in_use: how ranks that are connected already map it; None: none is connected.
     """
     if wanted is not None and wanted not in KINDS:
         raise ValueError(f"environment variable {VARIABLE} is {wanted!r}, must be one of {', '.join(KINDS)}")
-    return wanted or (IPC if len(set(machines)) == 1 else FABRIC)
+    return wanted or in_use or (DESCRIPTOR if len(set(machines)) == 1 else FABRIC)
 
 
 def lacks(rendezvous: StoreRendezvous, device: torch.device, kind: str) -> str:

@@ -1,6 +1,7 @@
 """How processes map each other's GPU memory, with files in memory in place of the GPU's. Needs no GPU."""
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import mmap
@@ -16,8 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
+from megatron_ep.buffer import connect, cuda, sizes
+from megatron_ep.buffer.distributed import DistributedRankGroup
+from megatron_ep.config import Config, Topology
 from megatron_ep.fabrics import descriptors, peer_memory
 from megatron_ep.fabrics.peer_memory import DESCRIPTOR, FABRIC, IPC
+from megatron_ep.fabrics.rank_info import RankInfo
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 DEVICE = torch.device("cuda", 0)
@@ -157,9 +162,49 @@ def test_a_probe_says_why_memory_cannot_be_mapped(ranks, kind: str) -> None:
         assert "atomics of 1 of 2 ranks reached the memory of this one" in lacking
 
 
+def run_without_temporary_files() -> str:
+    folder = "/proc/none" if dist.get_rank() == 1 else None
+    with mock.patch.object(tempfile, "tempdir", folder), rendezvous_with_memory() as rendezvous:
+        return peer_memory.lacks(rendezvous, DEVICE, DESCRIPTOR)
+
+
+def test_a_rank_without_a_folder_of_temporary_files(ranks) -> None:
+    for lacking in ranks.run(run_without_temporary_files):
+        assert "rank 1 could not set up the buffer" in lacking and "/proc/none" in lacking
+
+
+def run_connected(of_rank_1: dict[str, bool], in_use: str | None = None) -> tuple[str, str]:
+    """How ranks on GPUs of one machine map memory, and what the INFO line says. in_use: what rank 0 has told."""
+    with rendezvous_with_memory(**of_rank_1) as rendezvous, contextlib.ExitStack() as stack:
+        for module, name in ((sizes, "gpu_heap"), (cuda, "CudaBackend")):
+            stack.enter_context(mock.patch.object(module, name))
+        connected = stack.enter_context(mock.patch.object(connect, "connect"))
+        connected.side_effect = lambda rank, topology, heap, fabric: (mock.Mock(memory=rank.memory), fabric)
+        info = RankInfo("a", "a", None, 1, "cuda", {}, None, 24, "gpu", None, None, None, None)
+        group = DistributedRankGroup.__new__(DistributedRankGroup)
+        group._rendezvous, group.rank, group.device = rendezvous, rendezvous.rank, DEVICE
+        group.config, group.topology = Config(num_experts=W), Topology(1, W)
+        group._infos = [dataclasses.replace(info, memory_in_use=in_use if rank == 0 else None) for rank in range(W)]
+        group._machines, group._neighbours = ["a"] * W, dict.fromkeys(range(W), 1)
+        fabric = group._connect_gpus(24, None)
+        assert fabric.name == "p2p" and connected.call_args.args[0].memory == group._memory_kind
+        assert group._infos[group.rank].memory_in_use == group._memory_kind
+        return group._memory_kind, fabric.reason
+
+
+def test_ranks_of_a_machine_take_ipc_only_where_descriptors_fail(ranks) -> None:
+    assert ranks.run(run_connected, {}) == [(DESCRIPTOR, "one machine")] * W
+    for kind, reason in ranks.run(run_connected, {"refuses": True}):
+        assert kind == IPC and reason.startswith("one machine; by CUDA IPC, because rank 1 could not")
+    # A rank in a new process does as the others, which do not repeat the probe.
+    assert ranks.run(run_connected, {"refuses": True}, IPC) == [(IPC, "one machine")] * W
+    assert ranks.run(run_connected, {"refuses": True}, DESCRIPTOR) == [(DESCRIPTOR, "one machine")] * W
+
+
 def test_the_kind_of_memory() -> None:
-    assert peer_memory.kind_for(["a", "a"], None) == IPC
+    assert peer_memory.kind_for(["a", "a"], None) == DESCRIPTOR
     assert peer_memory.kind_for(["a", "b"], None) == FABRIC
+    assert peer_memory.kind_for(["a", "a"], None, IPC) == peer_memory.kind_for(["a"], IPC, DESCRIPTOR) == IPC
     assert peer_memory.kind_for(["a", "a"], DESCRIPTOR) == peer_memory.kind_for(["a", "b"], DESCRIPTOR) == DESCRIPTOR
     with pytest.raises(ValueError, match="MEGATRON_EP_PEER_MEMORY is 'shared', must be one of ipc, descriptor, fabric"):
         peer_memory.kind_for(["a"], "shared")
@@ -174,6 +219,11 @@ def test_a_mailbox_that_is_not_served_ends(tmp_path: Path) -> None:
             path = listener.getsockname()
             descriptors.send(0, 7, [path], 5.0)
             descriptors.close(descriptors.receive(listener, 1))
+            with (
+                mock.patch.object(os, "geteuid", lambda: 4321),
+                pytest.raises(PermissionError, match="must be user 4321"),
+            ):
+                descriptors.send(0, 7, [path], 5.0)
         with pytest.raises(OSError):
             descriptors.send(0, 7, [path], 5.0)
     assert not list(tmp_path.iterdir())

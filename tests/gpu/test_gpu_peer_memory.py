@@ -1,14 +1,19 @@
-"""CUDA virtual memory between the GPUs of two processes. `MEGATRON_EP_PEER_MEMORY=descriptor pytest tests/gpu` runs all
-other tests over it."""
+"""CUDA virtual memory between the GPUs of two processes. All other tests run over it by descriptors, with
+`MEGATRON_EP_PEER_MEMORY=ipc pytest tests/gpu` over CUDA IPC."""
 
+import socket
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_ep as ep
+from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.fabrics import peer_memory
+from megatron_ep.meeting import nodes, processes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 
 W = 2
@@ -22,14 +27,14 @@ def meet() -> tuple[StoreRendezvous, torch.device]:
     return StoreRendezvous(dist.group.WORLD, timedelta(seconds=60)), torch.device("cuda", dist.get_rank())
 
 
-def run_probes() -> list[str]:
+def run_probe(kind: str) -> str:
     rendezvous, device = meet()
-    return [peer_memory.lacks(rendezvous, device, kind) for kind in (peer_memory.DESCRIPTOR, peer_memory.FABRIC)]
+    return peer_memory.lacks(rendezvous, device, kind)
 
 
 def test_a_probe_tells_what_the_driver_allows(ranks) -> None:
-    for descriptor, fabric in ranks.run(run_probes):
-        assert descriptor == ""
+    assert ranks.run(run_probe, peer_memory.DESCRIPTOR) == [""] * W
+    for fabric in ranks.run(run_probe, peer_memory.FABRIC):
         assert fabric == "" or "cuMem" in fabric, fabric  # mostly CUDA_ERROR_NOT_PERMITTED: no IMEX channel
 
 
@@ -79,6 +84,31 @@ def test_set_up_takes_as_long_as_by_ipc(ranks, record_property) -> None:
     record_property("seconds", seconds)
     print(seconds)
     assert seconds[peer_memory.DESCRIPTOR] < seconds[peer_memory.IPC] + 0.1
+
+
+def run_on_two_hosts_of_a_domain() -> tuple[str, list[float]]:
+    """Ranks that believe in two hosts of one NVLink domain dispatch a token of each to all ranks and sum its copies."""
+    _, device = meet()
+    rank = dist.get_rank()
+    with (
+        mock.patch.object(processes, "machine", lambda: f"host {rank}"),
+        mock.patch.object(socket, "gethostname", lambda: f"host {rank}"),
+        mock.patch.object(nodes, "nvlink_domain", lambda uuid: "rack"),
+    ):
+        buffer = ep.Buffer(None, ep.Config(num_experts=W), topology=ep.Topology(W, 1), device=device)
+    with buffer:
+        x = torch.full((1, 512), rank + 1.0, device=device)
+        experts = torch.arange(W, device=device)[None]
+        received = ep.dispatch(x, experts, torch.ones(1, W, device=device), buffer=buffer)
+        combined = ep.combine(received.x, received.handle)
+        return rank_group_of(buffer).fabric, [received.x.sum().item(), combined.sum().item()]
+
+
+def test_hosts_of_a_domain_take_a_network_where_fabric_handles_fail(ranks) -> None:
+    [lacking, _] = ranks.run(run_probe, peer_memory.FABRIC)
+    for rank, (fabric, sums) in enumerate(ranks.run(run_on_two_hosts_of_a_domain)):
+        assert fabric == "p2p" if not lacking else fabric in ("tcp", "nvshmem", "nccl"), (fabric, lacking)
+        assert sums == [512 * 3.0, 512 * 2 * (rank + 1.0)]
 
 
 def test_every_kind_is_reported() -> None:
