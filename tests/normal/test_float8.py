@@ -78,15 +78,6 @@ def test_no_rows() -> None:
     assert values.shape == (0, 200) and scales.shape == (0, 2)
 
 
-def test_what_it_makes_can_be_dispatched() -> None:
-    x = [torch.randn(5, 200), torch.randn(3, 200)]
-    ids = [torch.randint(0, 4, (len(rows), 1)) for rows in x]
-    quantized = [float8.quantize(rows) for rows in x]
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
-        rows = ep.dispatch([q[0] for q in quantized], ids, scales=[q[1] for q in quantized], buffer=cluster)
-    assert sum(len(received) for received in rows.x) == 8
-
-
 @pytest.mark.parametrize(
     ("x", "message"),
     [

@@ -230,32 +230,6 @@ def test_gradients_equal_the_specification(device, seed):
     torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, rtol=rounding, atol=atol)
 
 
-@pytest.mark.parametrize("aux", [False, True])
-@pytest.mark.parametrize("groups", [{}, dict(num_groups=4, group_topk=2)])
-@pytest.mark.parametrize(
-    "score",
-    [
-        dict(score_function="sigmoid", expert_bias=True),
-        dict(score_function="sigmoid", renormalize=False),
-        dict(score_function="softmax"),
-        dict(score_function="softmax", pre_softmax=True),
-        dict(score_function="softmax", pre_softmax=True, renormalize=True),
-    ],
-)
-def test_gradcheck(device, score, groups, aux):
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(5, 12, generator=generator, dtype=torch.float64).to(device).requires_grad_()
-    options = score | groups | dict(scaling_factor=2.5, padding_mask=torch.tensor([0, 0, 1, 0, 0]).bool().to(device))
-    if "expert_bias" in options:
-        options["expert_bias"] = (torch.randn(12, generator=generator) / 10).to(device)
-
-    def outputs(logits):
-        routing = grouped_topk(logits, 4, **options, dense=True, aux=aux)
-        return (routing.weights, routing.probs, *((routing.aux_scores,) if aux else ()))
-
-    assert torch.autograd.gradcheck(outputs, logits)
-
-
 @pytest.mark.parametrize("name", ["weights", "probs", "aux_scores"])
 def test_second_derivatives_are_refused_and_not_left_out(device, name):
     logits = torch.randn(5, 12, dtype=torch.float64).to(device).requires_grad_()
@@ -345,15 +319,6 @@ def test_logits_that_are_negated_lazily(device):
     assert torch.equal(negated.ids, lazily.ids) and torch.equal(negated.weights, lazily.weights)
 
 
-def test_no_tokens(device):
-    logits = torch.empty(0, 16, device=device, requires_grad=True)
-    routing = grouped_topk(logits, 4, 4, 2, expert_bias=torch.zeros(16, device=device), dense=True, aux=True)
-    assert routing.ids.shape == (0, 4) and routing.probs.shape == (0, 16)
-    assert routing.tokens_per_expert.tolist() == [0] * 16
-    (routing.weights.sum() + routing.probs.sum() + routing.aux_scores.sum()).backward()
-    assert logits.grad.shape == (0, 16)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_logits_are_computed_in_float32(device, dtype):
     generator = torch.Generator().manual_seed(3)
@@ -369,21 +334,6 @@ def test_16_bit_logits_are_computed_in_float32(device, dtype):
     ours.weights.backward(grad)
     expected.weights.backward(grad)
     assert_equal("gradient", narrow.grad, wide.grad.to(dtype))
-
-
-def test_padding_gets_no_expert_and_no_gradient(device):
-    generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(40, 32, generator=generator).to(device).requires_grad_()
-    padding = (torch.rand(40, generator=generator) < 0.5).to(device)
-    routing = grouped_topk(logits, 4, padding_mask=padding, dense=True, aux=True)
-    kept = grouped_topk(logits[~padding], 4, dense=True, aux=True)
-    assert (routing.ids[padding] == -1).all() and (routing.weights[padding] == 0).all()
-    assert not routing.routing_map[padding].any() and not routing.aux_map[padding].any()
-    for name in ("ids", "weights", "probs", "routing_map", "aux_scores", "aux_map"):
-        assert_equal(name, getattr(routing, name)[~padding], getattr(kept, name))
-    assert_equal("tokens_per_expert", routing.tokens_per_expert, kept.tokens_per_expert)
-    ((routing.weights + 1).log().sum() + routing.aux_scores.square().sum()).backward()
-    assert (logits.grad[padding] == 0).all() and (logits.grad[~padding] != 0).any()
 
 
 def test_replay_repeats_a_choice_with_other_logits(device):

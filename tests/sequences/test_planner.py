@@ -43,7 +43,7 @@ def cuts(shards):
     return places
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 @example(([], 3, 1, None))
 @example(([Shard(0, 0, 0, 0, 400)], 8, 16, None))

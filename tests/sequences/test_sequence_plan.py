@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ep.sequences.plan import SequencePlan, Shard, shards_of_distca
 
-MANY = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=30, deadline=None)
 
 
 @st.composite
@@ -83,6 +83,8 @@ def sent(routes):
 def test_every_row_goes_where_counting_says(case):
     shards, world = case
     plan, rows = SequencePlan.build(shards, world), rows_of(shards)
+    in_order = sorted(shards, key=lambda shard: (shard.document, shard.index))
+    assert SequencePlan.build(iter(in_order), world).digest() == plan.digest(), "the order of shards changes nothing"
     q_at = [{row: at for at, row in enumerate(queries(rows, rank))} for rank in range(world)]
     kv_at = [{row: at for at, row in enumerate(keys(rows, rank))} for rank in range(world)]
     home_at = {row: (rank, at) for rank in range(world) for at, row in enumerate(at_home(rows, rank))}
@@ -126,33 +128,11 @@ def test_every_query_meets_exactly_its_causal_keys_in_order(case):
         assert met == [[(d, before) for before in range(at + 1)] for d, at in queries(rows, rank)]
 
 
-@settings(max_examples=30, deadline=None)
-@given(cases(), st.randoms(use_true_random=False))
-def test_the_order_in_which_shards_are_given_changes_nothing(case, random):
-    shards, world = case
-    shuffled = list(shards)
-    random.shuffle(shuffled)
-    a, b = (SequencePlan.build(order, world) for order in (shards, shuffled))
-    for rank in range(world):
-        assert str(a.of_rank(rank)) == str(b.of_rank(rank))
-    assert torch.equal(a.q_rows, b.q_rows) and torch.equal(a.kv_rows, b.kv_rows)
-
-
-def test_shards_may_come_from_a_generator():
-    assert SequencePlan.build(iter(ONE_SHARD[0]), 2).digest() == SequencePlan.build(*ONE_SHARD).digest()
-
-
 def test_contexts_are_read_as_they_lie_unless_they_overlap():
     overlapping = SequencePlan.build(*CONTEXTS_THAT_OVERLAP).of_rank(0)
     assert overlapping.num_kv_rows == 9
     assert overlapping.context_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert SequencePlan.build(*AN_EMPTY_SHARD_BETWEEN).of_rank(1).context_rows is None
-
-
-def test_a_row_with_more_than_nine_copies():
-    plan = SequencePlan.build(*COPIES)
-    assert plan.max_copies == 12
-    assert sent(plan.of_rank(11).kv) == [[(rank, row) for rank in range(12)] for row in range(3)]
 
 
 def test_tables_are_int32():
