@@ -29,60 +29,71 @@ def lone_package(tmp_path: Path) -> Path:
     return package
 
 
-def run_env(package: Path) -> str:
-    """The report as printed by `python -m megatron_ep.env` on an interpreter that has no package installed."""
-    bare = package.parent / "bare"
-    venv.create(bare, with_pip=False, symlinks=True)
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has no package installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder / "bin/python"
+
+
+def run_env(bare: Path, package: Path) -> str:
+    """The report as printed by `python -m megatron_ep.env`."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [bare / "bin/python", "-m", "megatron_ep.env"], cwd=package.parent, env=clean, capture_output=True, text=True
+        [bare, "-m", "megatron_ep.env"], cwd=package.parent, env=clean, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+COMMAND = """
+import json, sys
+from megatron_ep.cli.main import main
+from megatron_ep.diagnosis import env
+collect, made = env.collect, []
+env.collect = lambda: made.append(collect()) or made[0]
+assert main(["env"]) == 0
+print("REPORT", json.dumps(made[0]), "MODULES", *sys.modules)
+"""
+
+
 @pytest.fixture(scope="module")
-def report() -> env.Report:
-    return env.collect()
+def printed() -> tuple[str, env.Report, set[str]]:
+    """What the command `env` prints here, of which report, and the modules that it has imported."""
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
+    text, _, rest = done.stdout.partition("REPORT ")
+    report, _, modules = rest.partition(" MODULES ")
+    return text, json.loads(report), set(modules.split())
 
 
-def test_report_of_this_machine(report: env.Report) -> None:
+def test_report_of_this_machine(printed) -> None:
+    text, report, modules = printed
     assert list(report) == SECTIONS
-    assert json.loads(json.dumps(report)) == report
     assert report["extension"]["imports"] is True, report["extension"]
     assert report["extension"]["build"]
     assert Path(report["extension"]["imported from"]).name in report["extension"]["files"]
     assert "GCC" in report["extension"]["compiler"]
     assert report["packages"]["torch"] == torch.__version__, "which may say more than the package's metadata"
-    text = env.render(report)
     for section, facts in report.items():
         assert f"{section}:\n" in text
         assert all(f"  {name} " in text for name in facts)
+    assert not {"torch", "numpy", "megatron", "megatron_ep._C"} & modules, "it never imports what it reports on"
 
 
-def test_never_imports_what_it_reports_on() -> None:
-    script = (
-        "import sys; from megatron_ep.cli.main import main; status = main(['env']); print('MODULES', *sys.modules); "
-        "sys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    text, _, modules = done.stdout.partition("MODULES ")
-    assert "torch" in text and not {"torch", "numpy", "megatron", "megatron_ep._C"} & set(modules.split())
-
-
-def test_nothing_installed(lone_package: Path) -> None:
-    text = run_env(lone_package)
+def test_nothing_installed(bare: Path, lone_package: Path) -> None:
+    text = run_env(bare, lone_package)
     assert "No module named 'megatron_ep._C'" in text
     assert text.count("not installed") == len(env.PACKAGES)
     to_do = text.partition("to do:\n")[2]
     assert "`pip install torch`" in to_do and "install a wheel for this Python" in to_do
 
 
-def test_from_a_source_tree(lone_package: Path, report: env.Report) -> None:
+def test_from_a_source_tree(bare: Path, lone_package: Path, printed) -> None:
     (lone_package.parent / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
-    text = run_env(lone_package)
+    text = run_env(bare, lone_package)
     assert f"1.2.3, not installed: imported from {lone_package.parent}" in text
-    assert "megatron_ep 1.2.3; torch not installed" in env.headline({**report, "packages": _packages(text)})
+    assert "megatron_ep 1.2.3; torch not installed" in env.headline({**printed[1], "packages": _packages(text)})
 
 
 def _packages(text: str) -> dict[str, str]:
@@ -91,19 +102,19 @@ def _packages(text: str) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.strip().partition(" ") for line in lines)}
 
 
-def test_extension_is_not_a_library(lone_package: Path) -> None:
+def test_extension_is_not_a_library(bare: Path, lone_package: Path) -> None:
     name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     (lone_package / name).write_bytes(b"not a library")
     (lone_package / "_C.cpython-27-x86_64-linux-gnu.so").touch()
-    text = run_env(lone_package)
+    text = run_env(bare, lone_package)
     assert "ImportError" in text
     assert name in text
     assert "_C.cpython-27-x86_64-linux-gnu.so (for another Python)" in text
 
 
-def test_extension_takes_its_process_down(lone_package: Path) -> None:
+def test_extension_takes_its_process_down(bare: Path, lone_package: Path) -> None:
     (lone_package / "_C.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert f"(exit status {-signal.SIGSEGV})" in run_env(lone_package)
+    assert f"(exit status {-signal.SIGSEGV})" in run_env(bare, lone_package)
 
 
 def test_extension_hangs(lone_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

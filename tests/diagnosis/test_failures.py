@@ -1,5 +1,6 @@
 """What a call that was given up leaves behind, and who is told of it: nothing of it can be taken for data."""
 
+import functools
 import logging
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def inputs(dtype=torch.float32):
     return x, ids, weights
 
 
+@functools.cache
 def lost_in(*steps):
     """The first network signal whose loss lets the last of these steps fail, and those before it succeed.
 
@@ -46,16 +48,17 @@ def lost_in(*steps):
     raise AssertionError("no signal is missed")
 
 
-class Kept:
-    """Remembers what torch.empty has made."""
+def made_in(failing):
+    """What torch.empty makes in a call that times out: all of it, and of that what holds numbers."""
+    tensors, empty = [], torch.empty
 
-    def __init__(self):
-        self.tensors, self._empty = [], torch.empty
+    def kept(*args, **kwargs):
+        tensors.append(empty(*args, **kwargs))
+        return tensors[-1]
 
-    def __call__(self, *args, **kwargs):
-        tensor = self._empty(*args, **kwargs)
-        self.tensors.append(tensor)
-        return tensor
+    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
+        failing()
+    return tensors, [tensor for tensor in tensors if tensor.dtype.is_floating_point and tensor.numel()]
 
 
 def dispatch(cluster, _):
@@ -82,10 +85,7 @@ def backward(_, y):
 @pytest.mark.parametrize("step", [dispatch, dispatch_float8])
 def test_a_dispatch_that_was_given_up_leaves_nan(step):
     cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=3)  # after the counts
-    kept = Kept()
-    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
-        step(cluster, None)
-    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    _, outputs = made_in(lambda: step(cluster, None))
     assert len(outputs) == (6 if step is dispatch_float8 else 4), "rows and weights, and scales, of both ranks"
     for tensor in outputs:
         assert tensor.float().isnan().all(), tensor.dtype
@@ -94,19 +94,14 @@ def test_a_dispatch_that_was_given_up_leaves_nan(step):
 def test_a_combine_that_was_given_up_leaves_nan():
     cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(dispatch, combine))
     rows = dispatch(cluster, None)
-    kept = Kept()
-    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
-        combine(cluster, rows)
-    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    _, outputs = made_in(lambda: combine(cluster, rows))
     assert len(outputs) == 2 and all(tensor.isnan().all() for tensor in outputs)
 
 
 def test_counts_that_never_came_are_no_counts():
     cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=1)
-    kept = Kept()
-    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
-        dispatch(cluster, None)
-    counts = [tensor for tensor in kept.tensors if tensor.dtype == torch.int64]
+    tensors, _ = made_in(lambda: dispatch(cluster, None))
+    counts = [tensor for tensor in tensors if tensor.dtype == torch.int64]
     assert len(counts) == 2 and any((tensor == -1).all() for tensor in counts)
 
 
@@ -176,9 +171,8 @@ EXIT = """
     sys.path[:0] = {paths!r}
     import test_failures as t
     from host_backends import LateBackend, with_backend
-    lost = t.lost_in(t.dispatch, t.combine, t.backward)
     with with_backend(LateBackend):
-        cluster = t.ep.LocalCluster(2, 1, t.CONFIG, seed=0, lost_signal=lost)
+        cluster = t.ep.LocalCluster(2, 1, t.CONFIG, seed=0, lost_signal={lost})
     rows = t.dispatch(cluster, None)
     t.backward(cluster, t.combine(cluster, rows))
     {then}
@@ -188,7 +182,8 @@ EXIT = """
 @pytest.mark.parametrize("then", ["pass", "del cluster, rows"], ids=["at_exit", "collected"])
 def test_the_end_of_the_process_tells(then):
     here = Path(__file__).parent
-    script = textwrap.dedent(EXIT).format(paths=[str(here), str(here.parent / "helpers")], then=then)
+    paths, lost = [str(here), str(here.parent / "helpers")], lost_in(dispatch, combine, backward)
+    script = textwrap.dedent(EXIT).format(paths=paths, lost=lost, then=then)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("timed out first") == 1, done.stderr
@@ -210,44 +205,32 @@ def test_a_rank_that_only_heard_of_it_is_told_too():
 # ---- the low-latency mode
 
 
-def low_latency_of(cluster):
-    return ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+def send(cluster, _):
+    """With a new mode."""
+    mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+    return mode, mode.dispatch(*inputs())
 
 
-def low_latency_steps():
-    """Dispatch and combine; a cluster gets its mode with the first."""
-
-    def send(cluster, _):
-        x, ids, weights = inputs()
-        mode = low_latency_of(cluster)
-        return mode, mode.dispatch(x, ids, weights)
-
-    def bring_back(_, sent):
-        mode, received = sent
-        return mode.combine([torch.nan_to_num(x) for x in received.x], received.handle)
-
-    return send, bring_back
+def bring_back(_, sent):
+    mode, received = sent
+    return mode.combine([torch.nan_to_num(x) for x in received.x], received.handle)
 
 
 @pytest.mark.parametrize("failing", [0, 1], ids=["dispatch", "combine"])
 def test_a_low_latency_call_that_was_given_up_leaves_no_data(failing):
-    steps = low_latency_steps()[: failing + 1]
+    steps = (send, bring_back)[: failing + 1]
     cluster, result = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(*steps)), None
     for step in steps[:-1]:
         result = step(cluster, result)
-    kept = Kept()
-    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
-        steps[-1](cluster, result)
-    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    tensors, outputs = made_in(lambda: steps[-1](cluster, result))
     assert len(outputs) == (4, 2)[failing], "rows and weights of both ranks, or the sums of both"
     assert all(tensor.isnan().all() for tensor in outputs)
     numbers = 4  # of calls, behind a layout
-    layouts = [tensor[:-numbers] for tensor in kept.tensors if tensor.dtype == torch.int32]
+    layouts = [tensor[:-numbers] for tensor in tensors if tensor.dtype == torch.int32]
     assert len(layouts) == (2, 0)[failing] and all((tensor == -1).all() for tensor in layouts)
 
 
 def test_the_handle_of_a_low_latency_dispatch_that_was_given_up_stays_useless():
-    send, _ = low_latency_steps()
     lost = lost_in(send)
     with with_backend(LateBackend):
         cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost)

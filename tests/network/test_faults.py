@@ -153,6 +153,11 @@ def test_what_ends_a_call_and_what_does_not(run):
     run.wait_for_calls()
     made.unlimit(1)
 
+    made.link(2, "down")
+    time.sleep(SHORT_S)
+    made.link(2, "up")
+    run.wait_for_calls()
+
     cut = time.time()
     made.link(2, "down")
     for error in run.wait_for_failure(everyone, bound, cut):
