@@ -120,18 +120,3 @@ def test_attention_of_a_gpu(layout, kernel, monkeypatch):
 def test_sizes_that_do_not_fit(arguments, message, capsys):
     assert run.main(["sequences", *SIZES, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--query-heads", "6", "--kv-heads", "4"], "--query-heads 6 is not a multiple of --kv-heads 4"),
-        (["--device", "cuda", "--ranks", "2"], "--ranks is for processes of --device cpu"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run.main(["sequences", *SIZES, *arguments])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err

@@ -30,6 +30,9 @@ def test_the_gate(tmp_path, capsys):
         (["cuda", "--topology", "1x4", "2x3", "--experts", "8"], "--experts 8 is not a multiple of 2x3 ranks"),
         (["router", "--device", "cpu", "--topk", "40"], "k is 40, must be an int in [1, 32]"),
         (["router", "--device", "cpu", "--tokens", "1000000000000"], "--tokens 1000000000000 --experts 256 takes"),
+        (["sequences", "--query-heads", "6", "--kv-heads", "4"], "--query-heads 6 is not a multiple of --kv-heads 4"),
+        (["sequences", "--device", "cuda", "--ranks", "2"], "--ranks is for processes of --device cpu"),
+        (["sequences", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):

@@ -187,8 +187,7 @@ def test_a_replay_takes_the_layouts_of_both_chunks():
         assert calls.counts == ([2, 6, 4] if layer is plain else [4, 16, 8])
         results.append([*outputs, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
         assert not any(layer.token_dispatcher._replays._layouts.values())
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @on_four_ranks

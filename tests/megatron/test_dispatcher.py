@@ -245,7 +245,6 @@ def test_probs_keep_their_dtype(dtype):
 def _layers_of_different_loads():
     join_layout(1, W)
     config = make_config()
-    shared_buffers.close_buffers()
     with with_backend(AheadBackend):
         layers = [make_dispatcher("ours", config) for _ in range(2)]
         for _ in range(3):
@@ -322,8 +321,6 @@ def test_step_by_step_as_1f1b_overlap_runs_it(options):
     torch.autograd.backward([sent, sent_probs], [rows_in.grad, row_probs_in.grad])
     torch.autograd.backward([tokens, weights], [tokens_in.grad, weights_in.grad])
     assert torch.equal(x_in.grad, leaf.grad) and torch.equal(probs_in.grad, leaf_probs.grad)
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
 
 
 # ---- inference switches capacity padding on and off at run time
@@ -353,8 +350,7 @@ def test_inference_flips_drop_and_pad(router, tolerance):
             utils.set_decode_expert_padding(layer, False)
             results.append(layer(x)[0])
         outputs.append(results)
-    for expected, actual in zip(*outputs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)
 
 
 # ---- buffers and mistakes
@@ -380,8 +376,6 @@ def test_layers_share_one_buffer():
     shared_buffers.configure(ep.Topology(2, 1), timeout=30.0)
     buffer = shared_buffers.shared_buffer(dispatcher.tp_ep_group, 8, torch.device("cpu"))
     assert buffer.topology == ep.Topology(2, 1) and buffer.config.timeout == 30.0
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
 
 
 @pytest.mark.parametrize(

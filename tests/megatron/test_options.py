@@ -81,8 +81,7 @@ def test_same_layer_with_rows_enough(tp, ep_size, router, settings, topology):
         assert fixed.token_dispatcher._max_rows() == int(24 * 3 * tp * 3.5)
         assert not fixed.token_dispatcher.check_over_budget()
         ep.raise_if_failed()
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_drop_and_pad_on_two_nodes(four_ranks):
@@ -200,14 +199,12 @@ def test_megatrons_trainer_repeats_a_step_without_a_budget():
     manager.moe_expert_rank_capacity_factor = 0.25  # with room for what the step before needed
     dispatcher.grow_ep_recv_capacity(required)
     dispatcher.grow_ep_recv_capacity(1)
-    for ours, theirs in zip(run_layer(layer, x, grad), repeated, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run_layer(layer, x, grad), repeated, rtol=1e-12, atol=1e-12)
     assert not dispatcher.check_over_budget() and dispatcher._max_rows() == required
     setattr(config, FACTOR, None)
     plain = make_layer(config)
     plain.load_state_dict(layer.state_dict())
-    for ours, theirs in zip(repeated, run_layer(plain, x, grad), strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(repeated, run_layer(plain, x, grad), rtol=0, atol=0)
     ep.raise_if_failed()
 
 
@@ -363,8 +360,7 @@ def _compare_float8(dtype, hidden, settings):
         rounded = make_layer(config)
         rounded.load_state_dict(plain.state_dict())
         actual = run_layer(rounded, x, grad)
-    for ours, theirs in zip(actual[:2], expected[:2], strict=True):  # Megatron's own bounds for rows of mxfp8
-        torch.testing.assert_close(ours, theirs, rtol=0.2, atol=0.2)
+    torch.testing.assert_close(actual[:2], expected[:2], rtol=0.2, atol=0.2)  # Megatron's own bounds for rows of mxfp8
     return [float((a - e).double().norm() / e.double().norm()) for a, e in zip(actual, expected, strict=True)]
 
 

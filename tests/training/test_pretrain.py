@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from nightly import at_night
 from pretrain_gpt_runs import STALLED, Scripts
 from pretrain_layouts import ADAM, ALL, MODEL, Layout
 from public_flags import PUBLIC
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.needs(megatron_trees.LACK),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-FEW = ("TP 2, ETP 2, EP 2, sequence parallel",)  # the others: nightly
+AT_EACH_CHANGE = "TP 2, ETP 2, EP 2, sequence parallel"  # the others: nightly
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
 CONTINUE = (*SAVE, "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "2")
 
@@ -33,19 +34,8 @@ class Runs:
         if model not in self._start:
             name = f"start {len(self._start)}"
             saved = self.out / f"{name} saved"
-            self.scripts.run(
-                name,
-                1,
-                *MODEL.split(),
-                *model.split(),
-                "--train-iters",
-                1,
-                "--save",
-                saved,
-                "--save-interval",
-                1,
-                ep_flags=None,
-            )
+            saves = ("--train-iters", 1, "--save", saved, "--save-interval", 1)
+            self.scripts.run(name, 1, *MODEL.split(), *model.split(), *saves, ep_flags=None)
             self._start[model] = saved
         return self._start[model]
 
@@ -99,7 +89,9 @@ def check_weights(ours, expected, start, tolerance):
         assert (ours[key] - expected[key]).abs().max().item() <= tolerance * max(change, 1e-3), key
 
 
-def check_layout(runs, name, layout):
+@pytest.mark.parametrize("name", [name if name == AT_EACH_CHANGE else at_night(name) for name in ALL])
+def test_layouts(runs, name):
+    layout = ALL[name]
     ours = runs.train(name, layout, layout.ep_flags)
     kinds = {kind for rank in ours for kind in rank["dispatchers"]}
     assert kinds == {"EPTokenDispatcher"}, "in every MoE layer, the multi-token-prediction block's included"
@@ -128,18 +120,9 @@ def check_layout(runs, name, layout):
                 assert (mine["gradients"][key] - gradient).abs().max().item() <= layout.tolerance * scale, key
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_few_layouts(runs, name):
-    check_layout(runs, name, ALL[name])
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
-def test_every_layout(runs, name):
-    check_layout(runs, name, ALL[name])
-
-
-def check_public(runs, name):
+@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host])
+def test_every_public_script(runs, name):
     words = PUBLIC[name].host_flags
     ours = runs.scripts.run(f"{name}/ours", 4, *ADAM.split(), *words, "--train-iters", "2")
     assert {kind for rank in ours for kind in rank["dispatchers"]} == {"EPTokenDispatcher"}
@@ -152,12 +135,6 @@ def check_public(runs, name):
     theirs = runs.scripts.run(f"{name}/theirs", 4, *ADAM.split(), *words, "--train-iters", "2", ep_flags=None)
     assert {kind for rank in theirs for kind in rank["dispatchers"]} == {f"{kind}TokenDispatcher"}
     check_records(ours, theirs, 2e-4 if own == "allgather" else 2e-5)  # which adds bf16 parts in another order
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name].on_host])
-def test_every_public_script(runs, name):
-    check_public(runs, name)
 
 
 @pytest.mark.nightly
