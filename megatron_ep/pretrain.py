@@ -34,27 +34,25 @@ EXIT_S = 2.0  # seconds that exit handlers may take after a failed call
 PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine, which refuse the same command
 RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
-
-SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # fields of Config: type, metavar and help
-    "num_sms": (int, "SMS", "SMs that dispatch and combine use on a GPU"),
-    "timeout": (float, "SECONDS", "seconds that one wait for another rank may take"),
-    "row_bytes": (int, "BYTES", "of the largest row, H times the size of an element (default: as the first layer has)"),
-}
-assert {*SETTINGS} == {*SETTING_NAMES}
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # fields of Options
-    "moe_expert_rank_capacity_factor": (
-        {"type": float, "metavar": "F"},
-        "room for F times the rows of an even load, and no wait of the host for counts",
+FLAGS: dict[str, dict[str, Any]] = {  # by fields of Config and of Options
+    "num_sms": dict(type=int, metavar="SMS", help="SMs that dispatch and combine use on a GPU"),
+    "timeout": dict(type=float, metavar="SECONDS", help="seconds that one wait for another rank may take"),
+    "row_bytes": dict(
+        type=int,
+        metavar="BYTES",
+        help="of the largest row, H times the size of an element (default: as the first layer has)",
     ),
-    "moe_apply_probs_on_combine": ({"action": "store_true", "default": None}, "combine applies the probabilities"),
-    "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
-    "moe_low_latency_max_tokens": (
-        {"type": int, "metavar": "N"},
-        "decoding steps of at most N tokens a rank go in one hop",
+    "moe_expert_rank_capacity_factor": dict(
+        type=float, metavar="F", help="room for F times the rows of an even load, and no wait of the host for counts"
     ),
-    "moe_chunks": ({"type": int, "choices": (1, 2)}, "2: half of the tokens travel while experts compute the others"),
+    "moe_apply_probs_on_combine": dict(action="store_true", default=None, help="combine applies the probabilities"),
+    "moe_dispatch_fwd_dtype": dict(choices=("fp8",), help="rows travel to the experts as e4m3"),
+    "moe_low_latency_max_tokens": dict(
+        type=int, metavar="N", help="decoding steps of at most N tokens a rank go in one hop"
+    ),
+    "moe_chunks": dict(type=int, choices=(1, 2), help="2: half of the tokens travel while experts compute the others"),
 }
-assert {*OPTIONS} == {*NAMES}
+assert {*FLAGS} == {*SETTING_NAMES, *NAMES}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,15 +94,15 @@ def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[li
     """
     from megatron_ep.megatron import flags
 
-    given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
+    given = {name: getattr(options, f"ep_{name}") for name in FLAGS}
     settings = {name: value for name, value in given.items() if value is not None}
     found = flags.translated(options.arguments, options.ep_router == "fused", settings.get("num_sms"))
     notes = [*moved, *found.notes]
     wrong = found.refusals + [f"--ep-strict: {note}" for note in notes if options.ep_strict]
     correction = _command(options, found) if wrong else None
     checks: list[Callable[[], object]] = [
-        lambda: Config(1, **{name: value for name, value in settings.items() if name in SETTINGS}),
-        lambda: Options(**{name: value for name, value in settings.items() if name in OPTIONS}),
+        lambda: Config(1, **{name: value for name, value in settings.items() if name in SETTING_NAMES}),
+        lambda: Options(**{name: value for name, value in settings.items() if name in NAMES}),
         lambda: flags.fitting_timeout(found.arguments, settings.get("timeout")),
         *([] if options.ep_host else [_require_gpu]),
     ]
@@ -273,10 +271,8 @@ def _add_options(parser: argparse.ArgumentParser) -> list[str]:
     parser.add_argument(
         "--ep-strict", action="store_true", help="refuse flags of the script that would be translated or have no effect"
     )
-    for name, (kind, metavar, text) in SETTINGS.items():
-        parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    for name, (how, text) in OPTIONS.items():
-        parser.add_argument(f"--ep-{name.replace('_', '-')}", help=text, **how)
+    for name, how in FLAGS.items():
+        parser.add_argument(f"--ep-{name.replace('_', '-')}", **how)
     return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--ep-")]
 
 

@@ -46,8 +46,7 @@ NORM = "get_grad_norm_fp32"  # function of Megatron's modules that reduces a nor
 log = logging.getLogger(__name__)
 
 _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
-_in_step = False  # whether a step is running, because optimizers contain optimizers
-_in_update = False
+_running: set[str] = set()  # names of checked methods that are running, because optimizers contain optimizers
 _norms: list[float | torch.Tensor] = []  # norms of the gradients in this step
 _publishing: futures.Future[None] | None = None  # the failure of this process
 _started = time.time()  # torchrun may keep its store, with older failures, from one attempt of a job to the next
@@ -75,9 +74,9 @@ def enable() -> None:
     if _replaced:
         return
     for kind in _subclasses(MegatronOptimizer):
-        for name, checked in (("step", _checked_step), ("step_with_ready_grads", _checked_update)):
+        for name, before in (("step", _before_step), ("step_with_ready_grads", _check_gradients)):
             if name in vars(kind):
-                _replace(kind, name, checked)
+                _replace(kind, name, functools.partial(_checked, name, before))
     for module in [each for name, each in sys.modules.items() if name.startswith("megatron.core.")]:
         if NORM in vars(module):
             _replace(module, NORM, _noted_norm)
@@ -110,39 +109,26 @@ def check() -> None:
         _withdraw()
 
 
-def _checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
+def _checked(name: str, before: Callable[[MegatronOptimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-        global _in_step
-        if _in_step or _is_capturing():  # a graph's replays are not checked until the next save
-            return step(optimizer, *args, **kwargs)
-        check()
-        if before_step is not None:
-            before_step()
-        _in_step = True
-        _norms.clear()
+        if name in _running or _is_capturing():  # a graph's replays are not checked until the next save
+            return method(optimizer, *args, **kwargs)
+        before(optimizer)
+        _running.add(name)
         try:
-            return step(optimizer, *args, **kwargs)
+            return method(optimizer, *args, **kwargs)
         finally:
-            _in_step = False
+            _running.remove(name)
 
     return checked
 
 
-def _checked_update(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-        global _in_update
-        if _in_update or _is_capturing():
-            return update(optimizer, *args, **kwargs)
-        _check_gradients(optimizer)
-        _in_update = True
-        try:
-            return update(optimizer, *args, **kwargs)
-        finally:
-            _in_update = False
-
-    return checked
+def _before_step(_: MegatronOptimizer) -> None:
+    check()
+    if before_step is not None:
+        before_step()
+    _norms.clear()
 
 
 def _checked_save(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -310,13 +310,7 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     cu_seqlens: int32 [sequences + 1]: the start of each sequence, and the end of the last.
     """
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 # ---- the plan of a micro-batch
@@ -396,13 +390,9 @@ def _plan_step(
     if buffer not in _dispatchers:
         _dispatchers[buffer] = SequenceDispatcher(buffer)
     tables = plan.of_rank(group.rank())
-    sequences = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=tables.cu_seqlens_q.to(query.device),
-        cu_seqlens_kv=tables.cu_seqlens_k.to(query.device),
-        max_seqlen_q=tables.max_seqlen_q,
-        max_seqlen_kv=tables.max_seqlen_k,
-    )
+    ends_q, ends_k = tables.cu_seqlens_q.to(query.device), tables.cu_seqlens_k.to(query.device)
+    longest = {"max_seqlen_q": tables.max_seqlen_q, "max_seqlen_kv": tables.max_seqlen_k}
+    sequences = PackedSeqParams("thd", ends_q, ends_k, **longest)
     context_rows = None if tables.context_rows is None else tables.context_rows.to(query.device)
     ends = _ends(params)
     version = 0 if ends.is_inference() else ends._version
