@@ -30,10 +30,7 @@ MEGATRON_LAYERS: dict[str, tuple[int, dict[str, Any]]] = {  # TP, fields of Tran
     ", recompute": (1, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     ", capacity drops": (1, {"moe_expert_capacity_factor": 0.7}),
     ", drop and pad": (1, {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}),
-    ", shared expert overlapped": (
-        1,
-        {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
-    ),
+    ", shared expert overlapped": (1, {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True}),
     ", TP 2": (2, {"moe_token_dispatcher_type": "allgather"}),
 }
 MEGATRON_TOLERANCE = 1e-12  # of the largest value, in fp64

@@ -38,14 +38,7 @@ class Header:
 
 def record_type(num_experts: int) -> np.dtype[Any]:
     """Returns the type of a record, one pass of a micro-batch through a layer: 12 + 4 E bytes."""
-    return np.dtype(
-        [
-            ("step", "<i4"),
-            ("layer", "<i4"),
-            ("micro_batch", "<i4"),
-            ("counts", "<u4", (num_experts,)),
-        ]
-    )
+    return np.dtype([("step", "<i4"), ("layer", "<i4"), ("micro_batch", "<i4"), ("counts", "<u4", (num_experts,))])
 
 
 def file_of(directory: Path, rank: int) -> Path:

@@ -135,11 +135,7 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
     dist.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
 
 

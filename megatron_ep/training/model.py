@@ -100,7 +100,6 @@ def _with_ep_dispatcher(recipe: Recipe, spec: TransformerBlockSubmodules) -> Tra
     from megatron_ep.megatron.router import fused_router
 
     shared_buffers.configure(
-        Topology(recipe.topology.nodes, recipe.topology.ranks_per_node),
-        **recipe.dispatcher.settings(),
+        Topology(recipe.topology.nodes, recipe.topology.ranks_per_node), **recipe.dispatcher.settings()
     )
     return ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)

@@ -45,11 +45,7 @@ RUNS = "this project's dispatcher runs"
         ("--moe-token-dispatcher-type=alltoall", ALLTOALL, []),
         ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", HYBRIDEP, []),
         ("--overlap-moe-expert-parallel-comm", ["--overlap-moe-expert-parallel-comm", *HYBRIDEP], []),
-        (
-            "--moe-expert-rank-capacity-factor 1.5",
-            ["--moe-expert-rank-capacity-factor", "1.5", *HYBRIDEP],
-            [],
-        ),
+        ("--moe-expert-rank-capacity-factor 1.5", ["--moe-expert-rank-capacity-factor", "1.5", *HYBRIDEP], []),
         (
             "--moe-token-dispatcher-type allgather",
             ALLTOALL,
@@ -118,12 +114,7 @@ def test_the_fused_router_takes_the_place_of_transformer_engines():
         ("--inprocess-restart --inprocess-soft-timeout 1200 --distributed-timeout-minutes 2", None, None, 120),
         ("--inprocess-restart --inprocess-soft-timeout 600", 300, None, 300),
         ("--inprocess-restart --inprocess-soft-timeout 600", None, "300", 300),
-        (
-            "--inprocess-restart",
-            60,
-            None,
-            "--ep-timeout. is 60 s, must be below --inprocess-soft-timeout .60 s",
-        ),
+        ("--inprocess-restart", 60, None, "--ep-timeout. is 60 s, must be below --inprocess-soft-timeout .60 s"),
         ("--inprocess-restart", None, "90", "MEGATRON_EP_TIMEOUT is 90 s, must be below --inprocess-soft-timeout"),
     ],
 )

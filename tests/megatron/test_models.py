@@ -103,7 +103,7 @@ class Provider(TransformerConfig):
 
 
 def _provided(layers):
-    given = make_config(num_layers=2, moe_layer_freq=[0, 1], ffn_hidden_size=48, transformer_impl="local", **WHOLE)
+    given = make_config(num_layers=3, moe_layer_freq=[0, 1, 1], ffn_hidden_size=48, transformer_impl="local", **WHOLE)
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     fields = {name: value for name, value in vars(given).items() if name in names}
     return Provider(**fields, transformer_layer_spec=layers)

@@ -64,11 +64,7 @@ def test_whole_topologies_are_held_out(figures):
 # us of dispatch and combine, of constants whose network card nobody has measured
 @pytest.mark.parametrize(
     ("nodes", "ranks", "settings", "dispatch", "combine"),
-    [
-        (2, 8, {}, 241.9, 389.7),
-        (8, 8, {"images": 1}, 845.6, 966.4),
-        at_night(32, 8, {"images": 1}, 1272.6, 1379.2),
-    ],
+    [(2, 8, {}, 241.9, 389.7), (8, 8, {"images": 1}, 845.6, 966.4), at_night(32, 8, {"images": 1}, 1272.6, 1379.2)],
 )
 def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispatch, combine):
     case = Case(Topology(nodes, ranks), Config(num_experts=256, num_sms=24), num_tokens=512, **settings)
@@ -78,10 +74,7 @@ def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispat
 
 
 # us, of the same constants: nobody has measured notify alone
-@pytest.mark.parametrize(
-    ("nodes", "images", "us"),
-    [(1, 1, 20.7), (8, 1, 31.2), at_night(8, 8, 31.3), (64, 1, 62.4)],
-)
+@pytest.mark.parametrize(("nodes", "images", "us"), [(1, 1, 20.7), (8, 1, 31.2), at_night(8, 8, 31.3), (64, 1, 62.4)])
 def test_the_exchange_of_counts_has_not_moved(nodes, images, us):
     config = Config(num_experts=max(256, 8 * nodes), num_sms=24)
     case = Case(Topology(nodes, 8), config, num_tokens=64, images=images)

@@ -103,10 +103,3 @@ def test_what_each_half_did(h200):
 def test_what_is_no_case(settings, message):
     with pytest.raises(ValueError, match=message):
         case(**settings)
-
-
-def test_modes():
-    with pytest.raises(ValueError, match="mode is 'fast', must be normal or low-latency"):
-        Case(Topology(1, 2), Config(num_experts=2), mode="fast", topk=2)
-    with pytest.raises(ValueError, match="sum_at is 'expert', which only mode low-latency has"):
-        Case(Topology(1, 2), Config(num_experts=2), sum_at="expert", topk=2)

@@ -175,10 +175,7 @@ def test_the_options_of_pretrain():
     assert parsed["ep_moe_low_latency_max_tokens"] == 64
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("row_bytes", 16384), ("timeout", 1.5)],
-)
+@pytest.mark.parametrize(("setting", "value"), [("row_bytes", 16384), ("timeout", 1.5)])
 def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
     parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "--ep-host", "pretrain_gpt.py"])

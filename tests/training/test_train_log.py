@@ -31,8 +31,7 @@ def test_the_line_has_a_runs_figures():
 def test_the_slowest_peer_is_that_since_the_last_time(monkeypatch):
     counts = [None, [0, 0, 0], [0, 30, 10], [0, 30, 70]]
     monkeypatch.setattr(
-        "megatron_ep.megatron.shared_buffers.wait_ns",
-        lambda: None if counts[0] is None else torch.tensor(counts[0]),
+        "megatron_ep.megatron.shared_buffers.wait_ns", lambda: None if counts[0] is None else torch.tensor(counts[0])
     )
     slowest = loop._SlowestPeer()
     says = []

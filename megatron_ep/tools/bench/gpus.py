@@ -31,15 +31,7 @@ from megatron_ep.tools.arguments import positive, require_topk
 from megatron_ep.tools.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Record, Report, slowest
-from megatron_ep.tools.bench.timing import (
-    GRAPH_CALLS,
-    Step,
-    Timer,
-    captured,
-    cuda_timer,
-    host_timer,
-    time_rounds,
-)
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, Timer, captured, cuda_timer, host_timer, time_rounds
 from megatron_ep.tools.job_ranks import own_gpu
 
 Steps = dict[tuple[str, str], Step]  # steps by phase and implementation

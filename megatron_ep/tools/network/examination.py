@@ -140,11 +140,7 @@ class Examination:
         load = 0.0
         try:
             joined = NetworkTrial(
-                self.rendezvous,
-                names,
-                channels=CHANNELS,
-                address=address,
-                card=next(iter(cards), None),
+                self.rendezvous, names, channels=CHANNELS, address=address, card=next(iter(cards), None)
             )
         except EPError as error:
             if not cards:

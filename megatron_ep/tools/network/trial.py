@@ -64,9 +64,7 @@ class NetworkTrial:
     def ping(self, peer: int, *, begins: bool, size: int, rounds: int, timeout: float) -> list[float]:
         """Sends puts of `size` bytes with a signal to a rank that also calls this, and back. Returns half of each round
         trip in seconds. One of the ranks begins. Raises EPError if it is not done in `timeout` seconds."""
-        return self._run(
-            lambda load: load.ping(peer, begins=begins, bytes=size, rounds=rounds, timeout=timeout),
-        )
+        return self._run(lambda load: load.ping(peer, begins=begins, bytes=size, rounds=rounds, timeout=timeout))
 
     def exchange(
         self,

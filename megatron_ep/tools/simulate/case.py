@@ -8,14 +8,7 @@ from typing import Any
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.buffer.cuda import MIN_STORES_PER_SM, CudaBackend
-from megatron_ep.config import (
-    MAX_LOW_LATENCY_TOKENS,
-    MAX_NODE_RANKS,
-    MAX_TOPK,
-    Config,
-    Topology,
-    require_int,
-)
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_NODE_RANKS, MAX_TOPK, Config, Topology, require_int
 from megatron_ep.normal.plan import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
 from megatron_ep.tools.simulate import routing
 
