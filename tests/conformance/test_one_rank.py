@@ -64,6 +64,12 @@ def test_a_mistake_on_one_rank_reaches_all(over, fabric, mode, kind):
     over(fabric, one_rank.run_one_mistake, mode, HOST, kind, 4 if fabric else 2)
 
 
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_in_the_backward_pass_reaches_all(over, mode, kind):
+    over("", one_rank.run_no_memory_in_backward, mode, HOST, kind)
+
+
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp"])
 def test_a_mistake_and_a_reset_reach_ranks_that_come_later(over, fabric, mode):

@@ -68,8 +68,8 @@ class Normal(Calls):
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ep.Received:
         return ep.dispatch(x, ids, weights, buffer=self.buffer)
 
-    def combine(self, received: ep.Received) -> torch.Tensor:
-        return ep.combine(received.x, received.handle)
+    def combine(self, received: ep.Received, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return ep.combine(received.x, received.handle, weights)
 
     def round_trips(self) -> None:
         for topk in (1, 2, 3):
@@ -121,8 +121,8 @@ class LowLatency(Calls):
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ep.LowLatencyReceived:
         return self.mode.dispatch(x, ids, weights)
 
-    def combine(self, received: ep.LowLatencyReceived) -> torch.Tensor:
-        return self.mode.combine(received.x, received.handle)
+    def combine(self, received: ep.LowLatencyReceived, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return self.mode.combine(received.x, received.handle, weights)
 
     def round_trips(self, active: torch.Tensor | None = None) -> None:
         """With these active ranks of every rank; None: with all."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def run_one_mistake(mode: str, place: Place, kind: str, nodes: int) -> None:
     if place == HOST:
         with pytest.raises(ep.EPAbortError, match="reset"):
             calls.dispatch(*calls.own())
+    calls.is_usable_again()
+
+
+def run_no_memory_in_backward(mode: str, place: Place, kind: str) -> None:
+    """Rank 2 cannot have what the backward pass of a dispatch or a combine, perhaps with weights, returns."""
+    calls = MODES[mode](place, timeout=60.0)
+    x, ids, weights = calls.own()
+    received = calls.dispatch(x.requires_grad_(), ids, weights)
+    result = received.x
+    if kind != "dispatch":
+        received.x = received.x.detach().requires_grad_()
+        factors = weights if mode == "low latency" else received.probs
+        result = calls.combine(received, factors.detach().requires_grad_() if kind == "weighted" else None)
+    dist.barrier()  # or a rank may still be in the call before
+    started = time.monotonic()
+    if calls.rank == 2:
+        lack = mock.patch("megatron_ep.buffer.host.HostBackend.new_output", side_effect=torch.OutOfMemoryError)
+        with pytest.raises(torch.OutOfMemoryError), lack:
+            result.sum().backward()
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
+            result.sum().backward()
+            calls.dispatch(x, ids, weights)  # ranks that needed nothing of rank 2 hear of it now
+    assert time.monotonic() - started < 30, "the others waited until they timed out"
     calls.is_usable_again()
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from nightly import at_night
 from rank_threads import run_together, thread_ranks
 from waits import patience
 
@@ -45,7 +46,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 2), at_night(1, 2)])
 def test_a_late_rank_ends_alone(nodes, ranks_per_node, caplog):
     modes = make(nodes, ranks_per_node)
     world = len(modes)
@@ -104,7 +105,7 @@ def test_what_was_under_way_is_no_data():
 
 def test_of_two_that_wait_for_each_other_one_goes_on():
     """Each in another call: both say that they wait, until neither has any patience left."""
-    for _ in range(12):
+    for _ in range(6):
         modes = make(1, 2, timeout=0.75 * MASK_S, mask_timeout=MASK_S / 4)
 
         def work(mode, rank):

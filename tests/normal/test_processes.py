@@ -41,33 +41,6 @@ def test_the_others_hear_that_a_rank_was_interrupted(lines):
     calls.is_usable_again()
 
 
-@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
-@run_on("ranks")
-def test_a_failure_in_the_backward_pass_reaches_all(kind, lines):
-    """Rank 2 cannot have what the backward pass returns."""
-    calls = calls_of(lines, timeout=60)
-    buffer, (x, ids, weights) = calls.buffer, calls.own()
-    leaf = x.requires_grad_()
-    rows = ep.dispatch(leaf, ids, weights, buffer=buffer)
-    if kind == "dispatch":
-        result = rows.x
-    else:
-        out = rows.x.detach().requires_grad_()
-        result = ep.combine(out, rows.handle, rows.probs.requires_grad_() if kind == "weighted" else None)
-    dist.barrier()  # nobody is still in the call before
-    started = time.monotonic()
-    if buffer.rank == 2:
-        lack = mock.patch("megatron_ep.buffer.host.HostBackend.new_output", side_effect=torch.OutOfMemoryError)
-        with pytest.raises(torch.OutOfMemoryError), lack:
-            result.sum().backward()
-    else:
-        with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
-            result.sum().backward()
-            ep.dispatch(leaf, handle=rows.handle)  # ranks that needed nothing of rank 2 hear of it now
-    assert time.monotonic() - started < 30, "the others waited until they timed out"
-    calls.is_usable_again()
-
-
 @run_on("ranks")
 def test_checkpointed(lines):
     """What the backward pass computes again is not told to anyone as a failure."""
