@@ -1,7 +1,6 @@
 """Ranks of one machine, or of several by name that a fabric joins."""
 
 import cards
-import cpp
 import pytest
 from over_networks import W, between_machines
 
@@ -15,7 +14,7 @@ def over():
 
         def run(fabric, function, *arguments):
             if fabric in ("verbs", "ibgda"):
-                ranks.run(cards.use_library, str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so"), fabric)
+                ranks.run(cards.use_library, cards.library(), fabric)
             if not fabric:
                 return ranks.run(function, *arguments)
             return ranks.run(between_machines, fabric, function, *arguments)

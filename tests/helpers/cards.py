@@ -1,9 +1,18 @@
 """Network cards of the tests' own: libibverbs and libmlx5 are tests/csrc/fake_ibverbs.cpp."""
 
 import ctypes
+import functools
 from contextlib import contextmanager
 
+import cpp
+
 from megatron_ep.fabrics import verbs
+
+
+@functools.cache
+def library() -> str:
+    """Builds it."""
+    return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
 
 
 def use_library(path: str, fabric: str) -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import cpp
 import machines
 import pytest
 import rank_processes
 import torch.distributed as dist
-from cards import cards_with
+from cards import cards_with, library
 from waits import within
 
 from megatron_ep import megatron as megatron_side
@@ -28,7 +27,6 @@ from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
 from megatron_ep.meeting import place
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-from megatron_ep.tools.local_ranks import LocalRanks
 from megatron_ep.tools.network import examination as network_examination
 from megatron_ep.tools.network import main as network
 from megatron_ep.tools.network import report as network_report
@@ -176,15 +174,7 @@ def test_the_ranks_of_a_job_on_two_machines(tmp_path):
 # ---- without machines
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(2, 60) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def library() -> str:
-    return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
+W = 2
 
 
 def examine() -> tuple[str, int]:
@@ -227,8 +217,8 @@ def examine_cards(
         return examine()
 
 
-def test_network_cards_are_examined(ranks, library):
-    for text, status in ranks.run(examine_cards, library, [{}, {}]):
+def test_network_cards_are_examined(ranks):
+    for text, status in ranks.run(examine_cards, library(), [{}, {}]):
         assert status == 0 and "FAIL" not in text, text
         for number in range(2):
             cards = rf"network cards \S+/0 fake_{number}:1, \S+/1 fake_{number}:1\n"
@@ -247,8 +237,8 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
 
 
 @pytest.mark.parametrize("wanted", [pytest.param("", marks=pytest.mark.nightly), "ibgda"])
-def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
-    for text, status in ranks.run(examine_own_queues, library, wanted, False):
+def test_cards_are_measured_as_jobs_take_them(ranks, wanted):
+    for text, status in ranks.run(examine_own_queues, library(), wanted, False):
         assert status == 0 and "FAIL" not in text, text
         assert "\nby ibgda, as a job takes them" in text and "export MEGATRON_EP_FABRIC=ibgda  # not where" in text, (
             text
@@ -257,31 +247,31 @@ def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
 
 
 @pytest.mark.nightly
-def test_own_queues_that_one_machine_lacks(ranks, library):
-    for text, status in ranks.run(examine_own_queues, library, "", True):
+def test_own_queues_that_one_machine_lacks(ranks):
+    for text, status in ranks.run(examine_own_queues, library(), "", True):
         assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs  # not where" in text, text
-    for text, status in ranks.run(examine_own_queues, library, "ibgda", True):
+    for text, status in ranks.run(examine_own_queues, library(), "ibgda", True):
         assert status == 1 and "/1 (rank 1): the ibgda fabric needs" in text and "FABRIC=ibgda" not in text, text
 
 
-def test_the_wrong_card_is_named_and_left_out(ranks, library):
-    for text, status in ranks.run(examine_cards, library, [{}, dict(astray=0)]):
+def test_the_wrong_card_is_named_and_left_out(ranks):
+    for text, status in ranks.run(examine_cards, library(), [{}, dict(astray=0)]):
         [fault] = [line for line in text.splitlines() if line.startswith("FAIL")]
         assert status == 1 and "fake_0" in fault and "10.99.9.1" in fault, text
         assert re.search(r"export MEGATRON_EP_FABRIC=verbs  #.*\n    export MEGATRON_EP_CARDS=fake_1:1\n", text), text
 
 
 @pytest.mark.nightly
-def test_a_slow_card_is_named_and_left_out(ranks, library):
-    for text, status in ranks.run(examine_cards, library, [dict(slow=1), {}], "verbs", network_report.SLOW):
+def test_a_slow_card_is_named_and_left_out(ranks):
+    for text, status in ranks.run(examine_cards, library(), [dict(slow=1), {}], "verbs", network_report.SLOW):
         faults = [line for line in text.splitlines() if line.startswith("FAIL")]
         assert status == 1 and faults, text
         assert all(line.startswith("FAIL  slow: ") and "fake_1:1" in line for line in faults), text
         assert "export MEGATRON_EP_CARDS=fake_0:1\n" in text, text
 
 
-def test_a_machine_without_cards_is_named(ranks, library):
-    for text, status in ranks.run(examine_cards, library, [{}, dict(devices=0)]):
+def test_a_machine_without_cards_is_named(ranks):
+    for text, status in ranks.run(examine_cards, library(), [{}, dict(devices=0)]):
         assert status == 1 and "/1 (rank 1): libibverbs finds no network card" in text, text
         assert verbs.VARIABLE not in text and "FABRIC=verbs" not in text
 

@@ -12,16 +12,9 @@ from run_on import run_on
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import tcp
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-from megatron_ep.tools.local_ranks import LocalRanks
 from megatron_ep.tools.network.trial import NetworkTrial
 
 W = 3
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, 150) as ranks:
-        yield ranks
 
 
 def meet() -> tuple[StoreRendezvous, int, list[int]]:

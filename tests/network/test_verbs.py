@@ -6,11 +6,10 @@ import errno
 import re
 from unittest import mock
 
-import cpp
 import pytest
 import torch
 import torch.distributed as dist
-from cards import cards_with, use_library
+from cards import cards_with, library, use_library
 from forced_machines import machines_of
 from over_networks import W
 
@@ -21,22 +20,10 @@ from megatron_ep.tools.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="module")
-def library() -> str:
-    return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
-
-
-@pytest.fixture(scope="module")
-def ranks(library):
+def ranks():
     with LocalRanks(W, 120) as ranks:
-        ranks.run(use_library, library, "verbs")
+        ranks.run(use_library, library(), "verbs")
         yield ranks
-
-
-@pytest.fixture
-def own_library(library, monkeypatch):
-    """In this process."""
-    monkeypatch.setattr(verbs, "LIBRARY", library)
-    monkeypatch.setattr(verbs, "MLX5_LIBRARY", library)
 
 
 def buffer_of(**settings) -> ep.Buffer:
