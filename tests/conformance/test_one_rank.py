@@ -70,28 +70,15 @@ def test_a_failure_in_the_backward_pass_reaches_all(over, mode, kind):
     over("", one_rank.run_no_memory_in_backward, mode, HOST, kind)
 
 
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("fabric", ["", "tcp"])
-def test_a_mistake_and_a_reset_reach_ranks_that_come_later(over, fabric, mode):
-    over(fabric, one_rank.run_mistake_and_reset, mode, HOST, 4 if fabric else 2)
+AROUND_MISTAKES = [one_rank.run_mistake_and_reset, one_rank.run_mistake_and_close, one_rank.run_mistake_of_all]
+AROUND_MISTAKES += [one_rank.run_mistake_of_another_thread]
 
 
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("fabric", ["", "tcp", at_night("verbs"), at_night("ibgda")])
-def test_a_mistake_of_all_ranks_needs_no_reset(over, fabric, mode):
-    over(fabric, one_rank.run_mistake_of_all, mode, HOST, 4 if fabric else 2)
-
-
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("fabric", ["", "tcp"])
-def test_a_mistake_and_the_end_of_a_buffer_reach_all(over, fabric, mode):
-    over(fabric, one_rank.run_mistake_and_close, mode, HOST, 4 if fabric else 2)
-
-
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("fabric", ["", "tcp"])
-def test_a_mistake_of_another_thread_ends_no_call(over, fabric, mode):
-    over(fabric, one_rank.run_mistake_of_another_thread, mode, HOST, 4 if fabric else 2)
+@pytest.mark.parametrize("run", AROUND_MISTAKES)
+def test_what_comes_before_and_after_a_mistake(over, run, fabric, mode):
+    over(fabric, run, mode, HOST, 4 if fabric else 2)
 
 
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])

@@ -10,6 +10,8 @@ import struct
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -360,17 +362,47 @@ def test_a_machine_writes_where_the_network_does_alone(ranks):
 # ---- who may connect
 
 
-def listening(ranks: int = 2) -> tuple[list[socket.socket], list[tcp.Listening]]:
-    listeners = [tcp.listen() for _ in range(ranks)]
-    return listeners, [tcp.Listening.by(listener, ranks) for listener in listeners]
+class Listening:
+    """Ranks that listen, what each has told of that, and strangers. A context manager, which closes all of it."""
 
+    def __init__(self, ranks: int = 2):
+        self.listeners = [tcp.listen() for _ in range(ranks)]
+        self.told = [tcp.Listening.by(listener, ranks) for listener in self.listeners]
+        self.strangers: list[socket.socket] = []
 
-def join(rank: int, listeners, told, limit: float, made: dict) -> None:
-    try:
-        others = [other for other in range(len(told)) if other != rank]
-        made[rank] = tcp._connect_all(rank, others, told, listeners[rank], ["a", "b"], limit)
-    except EPError as error:
-        made[rank] = error
+    def __enter__(self) -> "Listening":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (*self.strangers, *self.listeners):
+            one.close()
+
+    def stranger(self, says: bytes = b"", rank: int = 0) -> socket.socket:
+        """Connects to a rank."""
+        self.strangers.append(socket.create_connection((self.told[rank].host, self.told[rank].port), 5))
+        self.strangers[-1].sendall(says)
+        return self.strangers[-1]
+
+    def hello(self, token: bytes, version: int = tcp.VERSION, rank: int = 1) -> bytes:
+        return tcp.HELLO.pack(tcp.MAGIC, version, rank, token)
+
+    def join(self, rank: int, limit: float = 20.0) -> dict[int, socket.socket]:
+        others = [other for other in range(len(self.told)) if other != rank]
+        made = tcp._connect_all(rank, others, self.told, self.listeners[rank], ["a", "b"], limit)
+        self.strangers.extend(made.values())
+        return made
+
+    def join_both(self) -> list[socket.socket]:
+        """The connection that each of two ranks has then."""
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(self.join, range(2))
+        assert first.keys() == {1} and second.keys() == {0}
+        return [first[1], second[0]]
+
+    def wait(self, look: Callable[..., None], error: str, others: Sequence[int] = (1,)) -> None:
+        """Rank 0 waits for others until a look at the connections made ends that."""
+        with pytest.raises(EPError, match=error):
+            tcp.join(0, others, self.told, self.listeners[0], 60.0, look)
 
 
 @pytest.fixture(autouse=True)
@@ -378,80 +410,56 @@ def own_address(monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, "127.0.0.1")
 
 
-def join_both(listeners, told) -> dict:
-    made: dict = {}
-    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
+@pytest.fixture
+def ears(own_address):
+    with Listening() as ears:
+        yield ears
 
 
-def test_strangers_are_turned_away_and_keep_nobody_out():
-    listeners, told = listening()
-    address = (told[0].host, told[0].port)
-    strangers = [socket.create_connection(address) for _ in range(40)]
-    for number, stranger in enumerate(strangers):
-        if number % 4 == 0:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        elif number % 4 == 1:  # the right rank, a wrong token: none, or that of another rank
-            token = told[0].tokens[0] if number % 8 == 1 else bytes(16)
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, token))
-        elif number % 4 == 2:  # another version, or a rank that there is not
-            version, rank = (99, 1) if number % 8 == 2 else (tcp.VERSION, 2)
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, version, rank, told[0].tokens[1]))
-        # and ten who say nothing
-    made = join_both(listeners, told)
-    assert made[0].keys() == {1} and made[1].keys() == {0}
-    first, second = made[0][1], made[1][0]
+def test_strangers_are_turned_away_and_keep_nobody_out(ears):
+    own, others = ears.told[0].tokens
+    says = [b"GET / HTTP/1.1\r\n\r\n" * 10, ears.hello(own), ears.hello(bytes(16)), b""]
+    says += [ears.hello(others, version=99), ears.hello(others, rank=2)]
+    for word in says * 7:
+        ears.stranger(word)
+    first, second = ears.join_both()
     for connection in (first, second):
         connection.setblocking(True)
     first.sendall(b"hello")
     assert second.recv(5) == b"hello"
-    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
-        connection.close()
 
 
 def test_a_connection_that_is_there_is_not_replaced():
     """Also for one that knows its token, but not the other's."""
-    listeners, told = listening(3)
-    hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
-    both = [socket.create_connection((told[0].host, told[0].port), 5) for _ in range(2)]
-    for one in both:
-        one.sendall(hello)
-    made: dict[int, socket.socket] = {}
-    looks = iter(range(3))
+    with Listening(3) as ears:
+        both = [ears.stranger(ears.hello(ears.told[0].tokens[1])) for _ in range(2)]
+        made: dict[int, socket.socket] = {}
+        looks = iter(range(3))
 
-    def look(others, why):
-        """Rank 2 does not come."""
-        made.update(others)
-        if next(looks) == 2:
-            raise EPError("enough")
+        def look(others, why):
+            """Rank 2 does not come."""
+            made.update(others)
+            if next(looks) == 2:
+                raise EPError("enough")
 
-    with pytest.raises(EPError, match="enough"):
-        tcp.join(0, [1, 2], told, listeners[0], 60.0, look)
-    assert made.keys() == {1}
-    heard = sorted(one.recv(tcp.TOKEN_BYTES) for one in both)
-    assert heard == [b"", told[0].answers[1]], "the second is turned away"
-    for connection in (*both, *made.values(), *listeners):
-        connection.close()
+        ears.wait(look, "enough", (1, 2))
+        ears.strangers.extend(made.values())
+        assert made.keys() == {1}
+        heard = sorted(one.recv(tcp.TOKEN_BYTES) for one in both)
+        assert heard == [b"", ears.told[0].answers[1]], "the second is turned away"
 
 
-def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
+def test_strangers_who_take_their_time_are_few_and_leave_in_time(ears, monkeypatch):
     monkeypatch.setattr(tcp, "HELLO_S", 0.5)
-    listeners, told = listening()
-    strangers: list[socket.socket] = []
     closed: set[socket.socket] = set()
 
     def trickle() -> None:
         """A byte of the right words now and then."""
-        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
-        strangers.extend(socket.create_connection((told[0].host, told[0].port), 20) for _ in range(100))
+        hello = ears.hello(ears.told[0].tokens[1])
+        for _ in range(100):
+            ears.stranger()
         for at in range(200):
-            if len(closed) == len(strangers):
-                break
-            for stranger in [stranger for stranger in strangers if stranger not in closed]:
+            for stranger in [one for one in ears.strangers if one not in closed]:
                 try:
                     stranger.sendall(hello[at : at + 1] if at < len(hello) - 1 else b"")
                     stranger.setblocking(False)
@@ -461,6 +469,8 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
                     pass
                 except OSError:
                     closed.add(stranger)
+            if len(closed) == len(ears.strangers):
+                break
             time.sleep(0.1)
 
     thread = threading.Thread(target=trickle)
@@ -470,64 +480,48 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
         if made or len(closed) == 100 or not thread.is_alive():
             raise EPError(f"{len(made)} have joined, {len(closed)} were turned away")
 
-    with pytest.raises(EPError, match="0 have joined, 100 were turned away"):
-        tcp.join(0, [1], told, listeners[0], 60.0, look)
+    ears.wait(look, "0 have joined, 100 were turned away")
     thread.join()
-    for connection in (*strangers, *listeners):
-        connection.close()
 
 
-def test_of_many_strangers_the_first_to_come_is_turned_away(monkeypatch):
+def test_of_many_strangers_the_first_to_come_is_turned_away(ears, monkeypatch):
     monkeypatch.setattr(tcp, "HELLO_S", 60)  # none leaves before both have joined
-    listeners, told = listening()
-    address = (told[0].host, told[0].port)
-    strangers = [socket.create_connection(address, 5) for _ in range(tcp.MAX_STRANGERS)]
-    made = join_both(listeners, told)
-    assert made[0].keys() == {1}
+    strangers = [ears.stranger() for _ in range(tcp.MAX_STRANGERS)]
+    ears.join_both()
     assert strangers[0].recv(1) == b""
-    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
-        connection.close()
+
+
+def test_who_is_turned_away_while_it_says_something(ears, monkeypatch):
+    """Both are seen in the same moment."""
+    monkeypatch.setattr(tcp, "MAX_STRANGERS", 1)
+    ears.stranger()
+
+    def look(made, why):
+        ears.stranger()
+        ears.strangers[-2].sendall(b"x")
+        if len(ears.strangers) == 4:
+            raise EPError("enough")
+
+    ears.wait(look, "enough")
 
 
 SECRET = "of sixteen or more"
 
 
-def test_who_is_turned_away_while_it_says_something(monkeypatch):
-    """Both are seen in the same moment."""
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 1)
-    listeners, told = listening()
-    address = (told[0].host, told[0].port)
-    strangers = [socket.create_connection(address)]
-
-    def look(made, why):
-        strangers.append(socket.create_connection(address))
-        strangers[-2].sendall(b"x")
-        if len(strangers) == 4:
-            raise EPError("enough")
-
-    with pytest.raises(EPError, match="enough"):
-        tcp.join(0, [1], told, listeners[0], 60.0, look)
-    for connection in (*strangers, *listeners):
-        connection.close()
-
-
-def test_with_a_secret_a_token_is_not_enough(monkeypatch):
+def test_with_a_secret_a_token_is_not_enough(ears, monkeypatch):
     """Nor is what was said on another connection."""
-    monkeypatch.setenv(tcp.SECRET, SECRET)
-    listeners, told = listening()
-    address, token = (told[0].host, told[0].port), told[0].tokens[1]
-    strangers = [socket.create_connection(address, 5) for _ in range(3)]
-    other = tcp._Joining(1, told).word(strangers[0], b"hello", token, True)
-    monkeypatch.setenv(tcp.SECRET, SECRET + "!")
-    foreign = tcp._Joining(1, told).word(strangers[1], b"hello", token, True)
-    monkeypatch.setenv(tcp.SECRET, SECRET)
-    for stranger, word in zip(strangers, (token, foreign, other), strict=True):
-        stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, word))
-    made = join_both(listeners, told)
-    assert made[0].keys() == {1} and made[1].keys() == {0}
+    token = ears.told[0].tokens[1]
+    strangers = [ears.stranger() for _ in range(3)]
+
+    def word(stranger: socket.socket, secret: str) -> bytes:
+        monkeypatch.setenv(tcp.SECRET, secret)
+        return tcp._Joining(1, ears.told).word(stranger, b"hello", token, True)
+
+    foreign, other = word(strangers[1], SECRET + "!"), word(strangers[0], SECRET)
+    for stranger, said in zip(strangers, (token, foreign, other), strict=True):
+        stranger.sendall(ears.hello(said))
+    ears.join_both()
     assert [stranger.recv(1) for stranger in strangers] == [b""] * 3
-    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
-        connection.close()
 
 
 def run_with_secrets(secrets: list[str]) -> str:
@@ -549,19 +543,14 @@ def test_a_secret_is_the_same_on_all_ranks(ranks):
             assert f"on rank {0 if rank == 2 else 2} it is another" in text
 
 
-def test_what_was_changed_in_the_store_is_refused(monkeypatch):
+def test_what_was_changed_in_the_store_is_refused(ears, monkeypatch):
     monkeypatch.setenv(tcp.SECRET, SECRET)
-    listeners, told = listening()
-    told = [one.proved(rank) for rank, one in enumerate(told)]
-    for change in (dict(host="10.9.8.7"), dict(port=1), dict(pairs=[b"x"]), dict(tokens=told[0].tokens)):
-        changed = [told[0], dataclasses.replace(told[1], **change)]
+    told = [one.proved(rank) for rank, one in enumerate(ears.told)]
+    changes = (dict(host="10.9.8.7"), dict(port=1), dict(pairs=[b"x"]), dict(tokens=told[0].tokens))
+    for second in (*(dataclasses.replace(told[1], **change) for change in changes), told[0]):
+        shown = [told[0], second]
         with pytest.raises(ValueError, match="or what rank 1 told"):
-            tcp.check_proofs([one.proof for one in changed], [one.proved(i).proof for i, one in enumerate(changed)])
-    swapped = [told[0], told[0]]
-    with pytest.raises(ValueError, match="or what rank 1 told"):
-        tcp.check_proofs([one.proof for one in swapped], [one.proved(i).proof for i, one in enumerate(swapped)])
-    for listener in listeners:
-        listener.close()
+            tcp.check_proofs([one.proof for one in shown], [one.proved(i).proof for i, one in enumerate(shown)])
 
 
 def test_a_secret_that_is_too_short(monkeypatch):
@@ -570,21 +559,16 @@ def test_a_secret_that_is_too_short(monkeypatch):
         tcp.proof(b"")
 
 
-def test_a_machine_that_cannot_be_reached_is_named_in_time():
-    listeners, told = listening()
-    listeners[0].close()  # nobody listens there any more
-    start, made = time.monotonic(), {}
-    join(1, listeners, told, 1.0, made)
+def test_a_machine_that_cannot_be_reached_is_named_in_time(ears):
+    ears.listeners[0].close()  # nobody listens there any more
+    start = time.monotonic()
+    says = rf"rank 1 did not reach rank 0 \(a, 127.0.0.1 port {ears.told[0].port}\) within 1 s: Connection refused"
+    with pytest.raises(EPError, match=f"{says}.*{tcp.VARIABLE}"):
+        ears.join(1, 1.0)
     assert time.monotonic() - start < 10
-    assert f"rank 1 did not reach rank 0 (a, 127.0.0.1 port {told[0].port}) within 1 s: Connection refused" in str(
-        made[1]
-    )
-    assert tcp.VARIABLE in str(made[1])
-    listeners[1].close()
 
 
-def test_who_waits_for_a_connection_looks_whether_it_may_still_come():
-    listeners, told = listening()
+def test_who_waits_for_a_connection_looks_whether_it_may_still_come(ears):
     looks = []
 
     def look(made, why):
@@ -594,13 +578,12 @@ def test_who_waits_for_a_connection_looks_whether_it_may_still_come():
 
     start = time.monotonic()
     with pytest.raises(EPError, match="rank 0 has failed"):
-        tcp.join(1, [0], told, listeners[1], 30.0, look)
+        tcp.join(1, [0], ears.told, ears.listeners[1], 30.0, look)
     assert 1.5 < time.monotonic() - start < 10 and looks == [({}, {})] * 2
-    connection, _ = listeners[0].accept()
-    connection.settimeout(10)
-    assert connection.recv(tcp.HELLO.size, socket.MSG_WAITALL) and connection.recv(1) == b"", "it was not closed"
-    for one in (connection, *listeners):
-        one.close()
+    connection, _ = ears.listeners[0].accept()
+    with connection:
+        connection.settimeout(10)
+        assert connection.recv(tcp.HELLO.size, socket.MSG_WAITALL) and connection.recv(1) == b"", "it was not closed"
 
 
 class CannotStart(_C.SoftwareNic):
