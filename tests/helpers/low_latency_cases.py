@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import torch
 from cases import Case
 
@@ -83,3 +86,27 @@ def fill(
             flat[start : start + len(token)] = rows[rank][first : first + len(token)]
         out.append(tensor)
     return case.there(out)
+
+
+def receive_in_any_order(
+    steps: int, kind_of_next: Callable[[], str], starts: dict[str, Callable[[], Callable[[], None]]], r: random.Random
+) -> None:
+    """So many calls, of which up to two of a kind are under way; r decides when each is received.
+
+    starts: for "dispatch" and "combine" what begins one and returns its receiving half.
+    """
+    under_way: dict[str, list[Callable[[], None] | None]] = {kind: [None, None] for kind in starts}
+    for _ in range(steps):
+        kind = kind_of_next()
+        before_last, last = under_way[kind]
+        if before_last is not None:
+            before_last()
+        under_way[kind] = [last, starts[kind]()]
+        for halves in under_way.values():
+            for i, receive in enumerate(halves):
+                if receive is not None and r.random() < 0.3:
+                    receive()
+                    halves[i] = None
+    for halves in under_way.values():
+        for receive in filter(None, halves):
+            receive()

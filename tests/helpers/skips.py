@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.rank_group import summable_dtypes
 
 
 def no_gpu():
@@ -20,12 +19,6 @@ def no_gpu():
     if capability < (8, 0):
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 8.0"
     return None
-
-
-def not_summed(dtype):
-    """Why no test that sums this on a GPU can run here; None: they can."""
-    lacks = dtype not in summable_dtypes("cuda")
-    return no_gpu() or (f"this build sums no {dtype} on GPUs, with MEGATRON_EP_DTYPES=all it does" if lacks else None)
 
 
 def missing(*modules):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import assert_all_equal
-from low_latency_cases import LowLatencyCase, fill
+from low_latency_cases import LowLatencyCase, fill, receive_in_any_order
 from nightly import a_third
 
 import megatron_ep as ep
@@ -162,61 +162,42 @@ def test_shapes_change_from_call_to_call(seed, device):
             assert_all_equal(rows.x, reference.dispatch(x, ids, weights, case.num_experts)[0])
 
 
-def hooked(case, low_latency, log):
-    """Starts a dispatch; what its hook and its checks are."""
-    ids, weights, x = case.new_round()
-    sent = map(case.there, (x, ids, weights))
-    received, hook = low_latency.dispatch(*sent, **case.dispatch_options(), return_recv_hook=True)
-    expected, _, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
-
-    def receive():
-        hook()
-        case.check_rows(received, expected, ids)
-        log.append((received, ids, expected))
-
-    return receive
-
-
 @pytest.mark.parametrize("seed", a_third(range(40)))
 def test_hooks_in_any_order(seed, device):
-    """Up to two dispatches and two combines under way; the receiving halves come in any order."""
     case = LowLatencyCase(3000 + seed, max_tokens=20, device=device)
-    r = case.random
+    done = []
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
-        done, under_way = [], {"dispatch": [], "combine": []}
-        for _ in range(12):
-            kind = r.choice(["dispatch", "combine"]) if done else "dispatch"
-            calls = under_way[kind]
-            if len(calls) == 2 or (calls and calls[0] is None):
-                while calls and calls[0] is None:
-                    calls.pop(0)
-            if len(calls) == 2:
-                calls.pop(0)()
-            if kind == "dispatch":
-                calls.append(hooked(case, low_latency, done))
-            else:
-                received, ids, rows = r.choice(done)
-                out = case.reals([len(part) for part in rows])
-                y, hook = low_latency.combine(fill(case, received, out, ids), received.handle, return_recv_hook=True)
-                expected = reference.low_latency_combine(out, ids, case.num_experts, case.alignment)
 
-                def receive(y=y, hook=hook, expected=expected):
-                    hook()
-                    assert_all_equal(y, expected)
+        def dispatch():
+            ids, weights, x = case.new_round()
+            sent = map(case.there, (x, ids, weights))
+            received, hook = low_latency.dispatch(*sent, **case.dispatch_options(), return_recv_hook=True)
+            expected, _, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
 
-                calls.append(receive)
-            for calls in under_way.values():
-                if calls and r.random() < 0.5:
-                    late = r.randrange(len(calls))
-                    if calls[late] is not None:
-                        calls[late]()
-                        calls[late] = None
-                if calls and calls[0] is None:
-                    calls.pop(0)
-        for calls in under_way.values():
-            for receive in filter(None, calls):
-                receive()
+            def receive():
+                hook()
+                case.check_rows(received, expected, ids)
+                done.append((received, ids, expected))
+
+            return receive
+
+        def combine():
+            received, ids, rows = case.random.choice(done)
+            out = case.reals([len(part) for part in rows])
+            y, hook = low_latency.combine(fill(case, received, out, ids), received.handle, return_recv_hook=True)
+            expected = reference.low_latency_combine(out, ids, case.num_experts, case.alignment)
+
+            def receive():
+                hook()
+                assert_all_equal(y, expected)
+
+            return receive
+
+        def kind_of_next():
+            return case.random.choice(["dispatch", "combine"]) if done else "dispatch"
+
+        receive_in_any_order(12, kind_of_next, {"dispatch": dispatch, "combine": combine}, case.random)
 
 
 def two_ranks(device="cpu", **options):

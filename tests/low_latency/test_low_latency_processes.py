@@ -8,6 +8,7 @@ import pytest
 import survivors
 import torch
 import torch.distributed as dist
+from low_latency_cases import receive_in_any_order
 from modes import EXPERTS, HOST, TOKENS, LowLatency, W
 from rank_processes import LinkedProcess
 from run_on import run_on
@@ -77,10 +78,10 @@ def test_hooks_at_different_places(nodes):
     """All ranks send the same calls in the same order; each receives them when it likes, within the rule of two."""
     calls = LowLatency(HOST, nodes, 20.0)
     with calls.buffer:
-        r, shared = random.Random(100 + calls.rank), random.Random(7)
-        sent, done, under_way = 0, {}, {"dispatch": [], "combine": []}
+        shared, sent, done = random.Random(7), [], {}
 
-        def dispatch(number):
+        def dispatch():
+            sent.append(number := len(sent))
             receive, sums = start(calls, number)
 
             def receive_and_keep():
@@ -88,8 +89,8 @@ def test_hooks_at_different_places(nodes):
 
             return receive_and_keep
 
-        def combine(number):
-            received, sums = done[number]
+        def combine():
+            received, sums = done[shared.randrange(len(sent) - 2)]
             y, hook = calls.mode.combine(received.x, received.handle, return_recv_hook=True)
 
             def receive():
@@ -98,25 +99,11 @@ def test_hooks_at_different_places(nodes):
 
             return receive
 
-        for _ in range(60):
-            ready = max(0, sent - 2)  # the numbers of calls that every rank has received by now
-            kind = shared.choice(["dispatch", "combine"]) if ready else "dispatch"
-            halves = under_way[kind]
-            if len(halves) == 2 and halves[0] is not None:
-                halves[0]()
-            if kind == "dispatch":
-                half, sent = dispatch(sent), sent + 1
-            else:
-                half = combine(shared.randrange(ready))
-            under_way[kind] = [*halves[-1:], half]
-            for halves in under_way.values():
-                for i, receive in enumerate(halves):
-                    if receive is not None and r.random() < 0.3:
-                        receive()
-                        halves[i] = None
-        for halves in under_way.values():
-            for receive in filter(None, halves):
-                receive()
+        def kind_of_next():  # every rank has received all dispatches but the last two by now
+            return shared.choice(["dispatch", "combine"]) if len(sent) > 2 else "dispatch"
+
+        starts = {"dispatch": dispatch, "combine": combine}
+        receive_in_any_order(60, kind_of_next, starts, random.Random(100 + calls.rank))
 
 
 @run_on("ranks")

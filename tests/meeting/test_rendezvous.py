@@ -158,14 +158,14 @@ def run_absence(absent: int) -> float:
     return waited
 
 
-@pytest.mark.parametrize("absent", range(W))
+@pytest.mark.parametrize("absent", [0, 2])  # rank 0 decides
 def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int) -> None:
     waited = ranks.run(run_absence, absent)
     assert waited.pop(absent) < 30, "the decision was there already"
     assert 0.9 * PATIENCE < max(waited) < 30
 
 
-@pytest.mark.parametrize("absent", range(W))
+@pytest.mark.parametrize("absent", [0, 2])  # rank 0 decides
 @run_on("ranks")
 def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(absent: int) -> None:
     """A rank does not even begin, and begins later: with the others, if they begin once more."""
@@ -203,7 +203,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for(first: bool) -> None:
     meet().barrier()
 
 
-@pytest.mark.parametrize("rank", range(W))
+@pytest.mark.parametrize("rank", [0, 2])
 @run_on("ranks")
 def test_a_rank_that_fails_before_a_rendezvous_is_heard_of_once(rank: int) -> None:
     """A rank fails before it comes to a rendezvous; the next one is of all ranks again."""
