@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from megatron_ep.cli.main import main
 from megatron_ep.config import Topology
@@ -93,27 +92,6 @@ def test_settings_side_by_side(capsys):
         for part in said.split("\n\n")[1:9]
     )
     assert f"both ways {totals[0]:.0f} us" in last
-
-
-def test_the_routing_of_a_trace(capsys, tmp_path):
-    file = tmp_path / "choices.pt"
-    torch.save(torch.arange(8).expand(2, 100, 8), file)
-    said = run(capsys, "1", "2", "--routing", f"trace:{file}")
-    assert f"trace:{file}" in said  # all tokens of both ranks go to rank 0
-    for content, message in (
-        (torch.zeros(2, 8), "must hold a tensor of integers"),
-        (torch.zeros(2, 63, 8, dtype=torch.int64), "has 2 ranks of 63 tokens with 8 experts"),
-        (torch.full((2, 64, 8), 64), r"experts must be in [-1, 64)"),
-        (torch.tensor([5, -1, -1, 3, 2, 1, 0, 5]).expand(2, 64, 8), "token 0 of rank 0 has an expert twice"),
-    ):
-        torch.save(content, file.with_suffix(".bad"))
-        for mode in ("normal", "low-latency"):
-            bad = f"trace:{file.with_suffix('.bad')}"
-            assert main(["simulate", "1", "2", "--mode", mode, "--routing", bad, *SMALL]) == 2
-            error = capsys.readouterr().err
-            assert message in error and bad in error
-    assert main(["simulate", "1", "2", "--routing", f"trace:{tmp_path}", *SMALL]) == 2
-    assert "Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,7 @@ class Case:
         if self.maps_rail and self.simulated_nodes < self.topology.nodes:
             raise ValueError(f"images is {self.images}, must be None where nodes reach each other's memory")
         require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
-        routing.check(
-            self.routing,
-            self.topology,
-            simulated_ranks=self.simulated_ranks,
-            num_tokens=self.num_tokens,
-            topk=self.topk,
-            num_experts=self.config.num_experts,
-        )
+        routing.check(self)
         require_int("num_sms", self.num_sms, 1, 1 << 10)
 
     @property
@@ -168,18 +161,7 @@ class Case:
 
     def choices(self) -> list[Any]:
         """Returns the expert ids, int32 [T, K], of each simulated rank."""
-        return [
-            routing.draw(
-                self.routing,
-                self.topology,
-                rank=rank,
-                num_tokens=self.num_tokens,
-                topk=self.topk,
-                num_experts=self.config.num_experts,
-                seed=self.seed,
-            )
-            for rank in range(self.simulated_ranks)
-        ]
+        return [routing.draw(self, rank) for rank in range(self.simulated_ranks)]
 
 
 def ring_settings(

@@ -73,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument(
         "--routing",
         default="uniform",
-        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token; trace:FILE, "
-        "experts [ranks, T, K] that torch.save wrote (%(default)s)",
+        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token (%(default)s)",
     )
     case.add_argument("--seed", type=int, default=0, help="of the experts that tokens choose (%(default)s)")
     case.add_argument(
