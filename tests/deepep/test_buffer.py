@@ -14,7 +14,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep.buffer import distributed
@@ -108,7 +108,7 @@ def test_masked_ranks_of_two_nodes(four_ranks, ranks):
     assert all(four_ranks.run(ranks, checks.check_masks, 4, 2))
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_rank_that_stays_away_is_not_taken_back():
     """It is not taken back, and the others go on without it."""
     group = group_of(4)
@@ -277,7 +277,7 @@ def test_sizes():
         Buffer.set_num_sms(7)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_wrong_arguments():
     """Wrong arguments, in a group of one rank."""
     group = group_of(1)
@@ -342,7 +342,7 @@ def test_wrong_arguments():
     buffer.destroy()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_arguments_are_checked_once():
     """Arguments that look like earlier ones are not checked again."""
     group = group_of(1)
@@ -366,7 +366,7 @@ def test_arguments_are_checked_once():
     elastic_buffer.destroy()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_one_rank_s_mistake_reaches_the_others():
     """The others hear of it, and all go on after a reset."""
     group = group_of(2)
@@ -382,7 +382,7 @@ def test_one_rank_s_mistake_reaches_the_others():
     buffer.destroy()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_too_many_tokens_of_a_rank():
     """Tokens for num_max_tokens_per_rank."""
     group = group_of(2)
@@ -413,7 +413,7 @@ def test_too_many_tokens_of_a_rank():
     buffer.destroy()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_too_few_rows():
     """Where R is fixed: weights are NaN, and who asks is told, once."""
     group = group_of(2)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from on_ranks import on_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -85,7 +85,7 @@ def _by_plugin(name, **model):
 
 @pytest.mark.parametrize("name", megatron_bridge.RECIPES)
 @pytest.mark.parametrize("model", [{}, FULL], ids=["as given", "full recompute"])
-@on_ranks
+@run_on("ranks")
 def test_a_recipe_trains_as_with_megatrons_dispatcher(name, model):
     megatron_bridge.bridge()
     join_layout(1, 4)

@@ -9,7 +9,7 @@ import warnings
 from unittest import mock
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -100,7 +100,7 @@ def _pair(config, experts=CountedExperts, **settings):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [(16, 16, 16, 16), (24, 7, 1, 0), (0, 0, 5, 0), (0, 0, 0, 0)])
-@on_four_ranks
+@run_on("four_ranks")
 def test_two_chunks_equal_one(dtype, tokens):
     plain, chunked = _pair({"params_dtype": dtype}, moe_chunks=2)
     x, probs, ids, grad = _given(plain.config, tokens[dist.get_rank()])
@@ -117,7 +117,7 @@ def test_two_chunks_equal_one(dtype, tokens):
 # ---- calls
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_calls_of_two_chunks_and_of_one():
     """What is called when, forward and backward."""
     plain, chunked = _pair({}, moe_chunks=2)
@@ -172,7 +172,7 @@ def test_calls_of_two_chunks_and_of_one():
     assert calls.counts == [2, 6, 4]
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_replay_takes_the_layouts_of_both_chunks():
     plain, chunked = _pair({**RECOMPUTE}, moe_chunks=2)
     x = torch.randn(9 + dist.get_rank(), 1, 32, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_a_replay_takes_the_layouts_of_both_chunks():
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_pass_of_inference_has_one_chunk():
     _, chunked = _pair({}, moe_chunks=2)
     given = _given(chunked.config, 6)
@@ -213,7 +213,7 @@ def test_a_pass_of_inference_has_one_chunk():
 
 @pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("number", [1, 2])
-@on_four_ranks
+@run_on("four_ranks")
 def test_delayed_weight_gradients_are_ddps_in_the_same_step(number, fuses):
     """Under Megatron's DDP, with two microbatches a step: every gradient is in main_grad when a step's passes end."""
     settings = {"params_dtype": torch.float32, "moe_router_dtype": "fp32"}
@@ -248,7 +248,7 @@ def test_delayed_weight_gradients_are_ddps_in_the_same_step(number, fuses):
     assert "".join(layer.experts.told) == "EW" * number * 4
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_delayed_weight_gradients_are_added_up():
     """Without DDP gradients are added to those that are there."""
     plain, _ = _pair({})
@@ -284,7 +284,7 @@ OVERLAPPED_MICROBATCHES = {**FLEX, "overlap_moe_expert_parallel_comm": True}
         ({chunks.DELAYS: True, PADS: True}, {"moe_chunks": 1}, f"{PADS}: give"),
     ],
 )
-@on_four_ranks
+@run_on("four_ranks")
 def test_what_two_chunks_do_not_go_with(fields, settings, with_what):
     what = f"{chunks.DELAYS} is True" if chunks.DELAYS in fields else "moe_chunks is 2"
     join_layout(1, W)
@@ -301,7 +301,7 @@ def test_numbers_of_chunks(number):
         Options(moe_chunks=number)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_layer_with_other_steps_is_refused():
     join_layout(1, W)
     with (
@@ -320,7 +320,7 @@ def test_graphs_that_hold_the_experts(held, wrong):
     assert not chunks._has_graphed_experts(config)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_sums_in_bf16_are_warned_of():
     for dtype, count in ((torch.bfloat16, 1), (torch.float32, 0)):
         with configured(moe_chunks=2), warnings.catch_warnings(record=True) as caught:

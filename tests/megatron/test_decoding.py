@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from nightly import at_night
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -32,7 +32,7 @@ W, MOST = 4, "moe_low_latency_max_tokens"
 
 
 @pytest.mark.parametrize("pads", [True, at_night(False)])
-@on_four_ranks
+@run_on("four_ranks")
 def test_generates_the_same_tokens_as_megatrons_all_to_all(pads):
     from generation import MODEL, counted, generate, make_engine, make_model
 
@@ -150,7 +150,7 @@ def test_gives_the_bits_of_the_rings_on_three_ranks():
         ranks.run(_compare_modes, 1, torch.float32, None, {}, None)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_the_host_waits_for_nothing_in_a_captured_step():
     """As while a CUDA graph captures it, which no wait of the host may interrupt."""
     join_layout(1, W)
@@ -166,7 +166,7 @@ def test_the_host_waits_for_nothing_in_a_captured_step():
             ep.raise_if_failed()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_chooses_the_mode_by_what_all_ranks_share():
     join_layout(1, W)
     config = make_config()
@@ -191,7 +191,7 @@ def test_chooses_the_mode_by_what_all_ranks_share():
 
 
 @pytest.mark.parametrize("fp8", [None, "e4m3"])
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_rank_without_tokens_takes_part(fp8):
     """Its experts are wanted. Megatron's router itself cannot do without tokens. fp8: experts read padding, too."""
     join_layout(1, W)

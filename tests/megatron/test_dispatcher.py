@@ -10,7 +10,7 @@ import pytest
 import router_accuracy
 from host_backends import AheadBackend, with_backend
 from nightly import a_third
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -138,7 +138,7 @@ def _run_both(config, *inputs):
 
 
 @pytest.mark.parametrize("first", a_third(range(0, 39, 13)))
-@on_four_ranks
+@run_on("four_ranks")
 def test_any_routing_map(first):
     join_layout(1, W)
     for seed in range(first, first + 13):
@@ -167,7 +167,7 @@ def test_any_routing_map(first):
 
 
 @pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
-@on_four_ranks
+@run_on("four_ranks")
 def test_padding_for_quantization(recipe, alignment):
     join_layout(1, W)
     config = make_config(num_moe_experts=8, moe_router_topk=3)
@@ -195,7 +195,7 @@ def test_padding_for_quantization(recipe, alignment):
 
 
 @pytest.mark.parametrize(("tp", "ep_size"), [(1, 4), (2, 2)])
-@on_four_ranks
+@run_on("four_ranks")
 def test_drop_and_pad_gives_every_expert_its_capacity(tp, ep_size):
     join_layout(tp, ep_size)
     config = make_config(**PAD)
@@ -214,7 +214,7 @@ def test_drop_and_pad_gives_every_expert_its_capacity(tp, ep_size):
     torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * taken, rtol=1e-12, atol=1e-12)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_drop_and_pad_without_tokens():
     join_layout(1, W)
     x = torch.empty(0, 32, dtype=torch.float64)
@@ -227,7 +227,7 @@ def test_drop_and_pad_without_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@on_four_ranks
+@run_on("four_ranks")
 def test_probs_keep_their_dtype(dtype):
     join_layout(1, W)
     config = make_config(params_dtype=torch.float32)
@@ -272,7 +272,7 @@ def _step(*inputs):
 
 
 @pytest.mark.parametrize("options", [{}, {"moe_expert_rank_capacity_factor": 4.0}], ids=["exact", "fixed rows"])
-@on_four_ranks
+@run_on("four_ranks")
 def test_step_by_step_as_1f1b_overlap_runs_it(options):
     join_layout(1, W)
     shared_buffers.configure(**options)
@@ -328,7 +328,7 @@ def test_step_by_step_as_1f1b_overlap_runs_it(options):
 
 # Megatron's softmax is fp32
 @pytest.mark.parametrize(("router", "tolerance"), [(None, 1e-12), (fused_router_without_near_ties, 1e-9)])
-@on_four_ranks
+@run_on("four_ranks")
 def test_inference_flips_drop_and_pad(router, tolerance):
     from megatron.core.inference import utils
 
@@ -356,7 +356,7 @@ def test_inference_flips_drop_and_pad(router, tolerance):
 # ---- buffers and mistakes
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_layers_share_one_buffer():
     join_layout(1, 2)
     config = make_config()
@@ -394,7 +394,7 @@ def test_configure_names_what_is_wrong(settings, sentence):
     assert shared_buffers._config == {}, "and sets nothing"
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_what_1f1b_overlap_needs_is_asked_before_a_model_is_built():
     join_layout(1, W)
     config = make_config()
@@ -414,7 +414,7 @@ def test_what_1f1b_overlap_needs_is_asked_before_a_model_is_built():
         make_dispatcher("ours", config)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_routing_map_of_another_shape_is_refused():
     join_layout(1, W)
     dispatcher = make_dispatcher("ours", make_config())

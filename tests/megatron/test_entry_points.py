@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import rank_processes
 import torch
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -250,7 +250,7 @@ class OwnRouter(TopKRouter):
     pass
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_the_plugin_takes_every_layer_and_gives_them_back():
     join_layout(1, 4)
     before = MoELayer.__init__

@@ -1,7 +1,7 @@
 """A layer whose parameters torch's fully_shard has spread over its data-parallel ranks: EP 2 x DP 2, on the host."""
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -19,7 +19,7 @@ from megatron_ep.megatron.layer import ep_layer_spec
 pytestmark = pytest.mark.numerical
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_fully_shard_gathers_and_reduces_around_our_dispatcher():
     join_layout(1, 2)
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))

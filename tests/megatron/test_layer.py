@@ -7,7 +7,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -166,7 +166,7 @@ def test_the_declared_dispatcher_type_stays_declared(four_ranks):
     assert four_ranks.run(_declared_types) == [{"alltoall"}] * 4
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_experts_that_do_not_divide_are_refused_before_megatrons_assertion():
     join_layout(1, 2)
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=7))
@@ -188,7 +188,7 @@ def test_layouts_whose_gradients_megatron_averages_over_the_wrong_ranks(monkeypa
         layers.initialize(None, mock.Mock(side_effect=ValueError("of the layer itself")), config, None, 1, groups)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_megatrons_fsdp_is_refused():
     join_layout(1, 4)
     layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=make_config())

@@ -9,7 +9,7 @@ import types
 from unittest import mock
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -72,7 +72,7 @@ def _spec_by_name(stack):
         return importlib.import_module("megatron_ep.megatron.hybrid_spec").hybrid
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_hybrid_model():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -109,7 +109,7 @@ def _provided(layers):
     return Provider(**fields, transformer_layer_spec=layers)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_provider_that_calls_the_spec():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -66,7 +66,7 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
         (1, 4, None, {}, ep.Topology(2, 2)),
     ],
 )
-@on_four_ranks
+@run_on("four_ranks")
 def test_same_layer_with_rows_enough(tp, ep_size, router, settings, topology):
     join_layout(tp, ep_size)
     config = make_config(num_moe_experts=8, moe_router_topk=3, **settings)
@@ -90,7 +90,7 @@ def test_drop_and_pad_on_two_nodes(four_ranks):
 
 
 @pytest.mark.parametrize("is_megatrons", [False, True])
-@on_four_ranks
+@run_on("four_ranks")
 def test_too_few_rows_are_told(is_megatrons):
     """All tokens want the experts of rank 0, and one of each rank's those of rank 3."""
     join_layout(1, W)
@@ -178,7 +178,7 @@ def test_all_layers_are_asked_at_once(monkeypatch):
         ep.raise_if_failed()  # told once, of all layers
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_megatrons_trainer_repeats_a_step_without_a_budget():
     """What Megatron's trainer does with a step that was over budget."""
     join_layout(1, W)
@@ -208,7 +208,7 @@ def test_megatrons_trainer_repeats_a_step_without_a_budget():
     ep.raise_if_failed()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_experts_that_ask_the_host_are_refused():
     spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     with configured(**{FACTOR: 4.0}):
@@ -260,7 +260,7 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("router", "factor", "padding"), [(None, None, {}), (None, 4.0, {}), (fused_router, 4.0, {}), (None, None, PAD)]
 )
-@on_four_ranks
+@run_on("four_ranks")
 def test_the_router_tells_the_host_nothing(router, factor, padding):
     join_layout(1, W)
     config = make_config(num_moe_experts=8, moe_router_topk=3, **padding)
@@ -319,7 +319,7 @@ def test_probs_on_combine_equal_megatrons_layer(four_ranks, tp, ep_size, options
     assert_small(differences, 0.03 if options.get("bf16") else 1e-12)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_experts_are_given_ones():
     join_layout(1, W)
     seen = []
@@ -374,7 +374,7 @@ def test_float8_rows_change_little(four_ranks, dtype, hidden, settings):
         assert 1e-3 < differences[0] < 0.06 and max(differences) < 0.08, differences
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_float8_rows_of_fp64_are_refused():
     join_layout(1, W)
     with configured(moe_dispatch_fwd_dtype="fp8"):

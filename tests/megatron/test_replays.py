@@ -2,7 +2,7 @@
 alone combines nothing."""
 
 import pytest
-from on_ranks import on_four_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -60,7 +60,7 @@ def _backward(layer, x, grad, between=lambda: None):
         (CAPACITY, {}, None),
     ],
 )
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_replay_asks_for_no_counts_and_combines_nothing(settings, options, router):
     join_layout(1, W)
     with configured(**options):
@@ -76,7 +76,7 @@ def test_a_replay_asks_for_no_counts_and_combines_nothing(settings, options, rou
         ep.raise_if_failed()
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_where_the_forward_pass_is_not_known_the_replay_asks():
     join_layout(1, W)
     layer = make_layer(make_config(**RECOMPUTE))
@@ -122,7 +122,7 @@ def test_a_replay_of_layers_around_asks_for_no_counts(four_ranks, method, layers
     four_ranks.run(_a_checkpoint_around, {"recompute_method": method, "recompute_num_layers": layers})
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_a_replay_that_chooses_other_experts_is_no_number():
     join_layout(1, W)
     layer = make_layer(make_config(**RECOMPUTE))

@@ -16,8 +16,8 @@ import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
-from on_ranks import on_four_ranks
 from ports import free_port
+from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep.megatron import shared_buffers
@@ -63,7 +63,7 @@ def dispatch_over(buffer):
     return ep.dispatch(torch.ones(6, 16), ids, buffer=buffer)
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_waits_end_and_buffers_can_be_built_again():
     """Rank 3 does not come; a thread of every rank is told that it failed, as the restarter's is. Then all go on."""
     restart = loaded_with(stand_in())
@@ -89,7 +89,7 @@ def test_waits_end_and_buffers_can_be_built_again():
     assert torch.equal(ep.combine(rows.x, rows.handle), torch.full((6, 16), 2.0))
 
 
-@on_four_ranks
+@run_on("four_ranks")
 def test_closing_needs_no_peer():
     """Rank 0 closes while nobody else does, and no other rank takes part: they wait until it has."""
     buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=300))

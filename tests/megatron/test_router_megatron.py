@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 import router_accuracy
-from on_ranks import on_ranks
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -216,7 +216,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(("name", "sparse"), [*((name, False) for name in ROUTERS), *((name, True) for name in SPARSE)])
-@on_ranks
+@run_on("ranks")
 def test_router_equals_megatrons(name, sparse):
     _, theirs, ours, x = make_routers(ROUTERS[name], sparse=sparse)
     for _ in range(2):  # counts add up
@@ -232,7 +232,7 @@ def test_router_equals_megatrons(name, sparse):
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "softmax, auxiliary loss, z-loss", "several auxiliary losses"])
-@on_ranks
+@run_on("ranks")
 def test_padding_mask(name, sparse):
     _, theirs, ours, x = make_routers(ROUTERS[name], sparse=sparse)
     mask = torch.rand(12, 3, generator=torch.Generator().manual_seed(4)) < 0.4
@@ -249,7 +249,7 @@ BF16 = dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@on_ranks
+@run_on("ranks")
 def test_bf16_logits(sparse):
     _, _, ours, x = make_routers({**ROUTERS["DeepSeek-V3"], **BF16}, sparse=sparse)
     ours.expert_bias.data = ours.expert_bias.data.bfloat16()  # as Float16Module does
@@ -262,7 +262,7 @@ def test_bf16_logits(sparse):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-@on_ranks
+@run_on("ranks")
 def test_the_first_steps_in_bf16_equal_megatrons(name):
     """Three steps of SGD of layers with our dispatcher, with Megatron's router and with ours: outputs and weights."""
     join_layout(1, W)
@@ -293,7 +293,7 @@ def test_the_first_steps_in_bf16_equal_megatrons(name):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@on_ranks
+@run_on("ranks")
 def test_recompute(sparse):
     _, _, ours, x = make_routers(ROUTERS["DeepSeek-V3"], sparse=sparse)
     plain = run_router(ours, x)
@@ -311,7 +311,7 @@ def test_recompute(sparse):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@on_ranks
+@run_on("ranks")
 def test_replay(sparse):
     RouterReplay.clear_global_router_replay_instances()
     options = {**ROUTERS["DeepSeek-V3"], "moe_enable_routing_replay": True}
@@ -337,7 +337,7 @@ def test_replay(sparse):
     RouterReplay.clear_global_router_replay_instances()
 
 
-@on_ranks
+@run_on("ranks")
 def test_what_the_router_cannot_do_is_refused():
     join_layout(1, W)
     groups = get_default_pg_collection()
