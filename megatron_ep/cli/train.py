@@ -137,14 +137,11 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
     text = loaded.dataset.path
     if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
         raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")
-    ranks = loaded.topology.world_size
-    if is_rank and int(os.environ["WORLD_SIZE"]) != ranks:
-        shape = f"{loaded.topology.nodes} x {loaded.topology.ranks_per_node}"
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {shape} = {ranks} ranks"
-        )
+    ranks_here = loaded.topology.world_size
+    if is_rank:
+        loaded.topology.require_job()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node))
     if loaded.train.device == "cuda":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node)) if is_rank else ranks
         _check_gpus(loaded, ranks_here)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -81,9 +81,11 @@ class TrainLog:
         """Writes a step to the file, the progress line and, every log_interval steps, the screen. slowest: returns a
         text about the peer that this rank waited for longest, for the screen."""
         self._rows.append(row)
-        with _named(self._out / "loss.csv"):
+        try:
             self._csv.writerow(asdict(row))
             self._file.flush()
+        except OSError as error:  # errors of writes have no path
+            raise OSError(error.errno, error.strerror, str(self._out / "loss.csv")) from None
         self._progress.update(self._task, completed=row.step, description=row.text)
         if row.step % self._recipe.logger.log_interval == 0:
             self._console.print(
@@ -112,15 +114,6 @@ class TrainLog:
             f"unigram entropy {corpus.unigram_entropy:.4f} nats a token\n"
             f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else "")
         )
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError of the block, because errors of writes have none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _read(path: Path) -> list[Row]:

@@ -42,11 +42,7 @@ def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
     words = script_flags.command(recipe, str(script))
     topology = recipe.topology
     if is_rank:
-        if int(os.environ["WORLD_SIZE"]) != topology.world_size:
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {topology.nodes} x "
-                f"{topology.ranks_per_node} = {topology.world_size} ranks"
-            )
+        topology.require_job()
     elif topology.nodes > 1:
         raise ValueError(
             f"topology.nodes is {topology.nodes}: start it on all of them, see megatron-ep recipe show --as sbatch"

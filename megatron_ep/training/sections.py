@@ -5,6 +5,7 @@ Each section is checked when it is created: unknown keys, missing keys, types, a
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,14 @@ class Topology(Section):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def require_job(self) -> None:
+        """Raises ValueError unless the job of this rank has as many ranks."""
+        if int(os.environ["WORLD_SIZE"]) != self.world_size:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {self.nodes} x "
+                f"{self.ranks_per_node} = {self.world_size} ranks"
+            )
 
 
 class Model(Section):
