@@ -21,7 +21,7 @@ from megatron_ep.tools.arguments import add_rounds, positive
 from megatron_ep.tools.bench.gpu_case import draw_experts
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.report import PERCENTILES, WHAT, Report, make_record, relative
-from megatron_ep.tools.bench.timing import host_timer, time_rounds
+from megatron_ep.tools.bench.timing import host_timer, meet, time_rounds
 from megatron_ep.tools.job_ranks import own_gpu
 
 
@@ -87,9 +87,9 @@ def measure(cases: Sequence[Case], device: str, warmup: int, iterations: int) ->
     for case in cases:
         steps = _steps(case, device, groups)
         _check_equal({name: step() for name, step in steps.items()})
-        timers = {name: host_timer(step, before=_meet, after=torch.cuda.synchronize) for name, step in steps.items()}
+        timers = {name: host_timer(step, before=meet, after=torch.cuda.synchronize) for name, step in steps.items()}
         measured.append(time_rounds(timers, warmup, iterations))
-        _meet()
+        meet()
         close_buffers()
     return measured
 
@@ -154,8 +154,3 @@ def _check_equal(results: dict[str, list[torch.Tensor]]) -> None:
             )
         sums = [gradients[-1].double().sum() for gradients in (result, expected)]
         torch.testing.assert_close(*sums, msg=lambda text, at=name: f"{at} probs.grad: {text}")
-
-
-def _meet() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()

@@ -36,7 +36,7 @@ from megatron_ep.tools.arguments import add_rounds, positive, require_memory, se
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.gpus import Measured, slowest
 from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Columns, Report, relative
-from megatron_ep.tools.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
+from megatron_ep.tools.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, meet, time_rounds
 from megatron_ep.tools.job_ranks import JobRanks, own_gpu
 from megatron_ep.tools.local_ranks import LocalRanks
 
@@ -171,7 +171,7 @@ class _Rounds:
         """size: bytes. start_alike: whether ranks wait for each other before each round on a GPU, for steps that end at
         different times. more: of the record."""
         timer = self._timer(step, start_alike)
-        [times] = time_rounds({0: timer}, self._warmup, self._iterations, when_warm=self._meet).values()
+        [times] = time_rounds({0: timer}, self._warmup, self._iterations, when_warm=meet).values()
         self.measured.append(Measured(str(self._case), phase, name, times, size, {**self._settings, **(more or {})}))
 
     def _timer(self, step: Step, start_alike: bool) -> Timer:
@@ -180,15 +180,10 @@ class _Rounds:
         timer = cuda_timer(step)
 
         def together() -> Reading:
-            self._meet()
+            meet()
             return timer()
 
         return together if start_alike else timer
-
-    def _meet(self) -> None:
-        if self._case.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
 
 
 class _Rows:

@@ -25,7 +25,7 @@ from megatron_ep.tools.arguments import add_rounds, add_sizes, positive, require
 from megatron_ep.tools.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Report, slowest
-from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, time_rounds
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, meet, time_rounds
 from megatron_ep.tools.job_ranks import own_gpu
 
 COMMAND = "megatron-ep bench low-latency"
@@ -125,7 +125,7 @@ def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measure
     with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
         x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
         rows = fmean(_rows(case, idx) for idx in ids)
-        return _measure(case, cluster, x, ids, weights, rows, warmup, iterations, torch.cuda.synchronize)
+        return _measure(case, cluster, x, ids, weights, rows, warmup, iterations)
 
 
 def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
@@ -133,26 +133,22 @@ def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[li
     rank = dist.get_rank()
     torch.cuda.set_device(own_gpu())
 
-    def meet() -> None:
-        torch.cuda.synchronize()
-        dist.barrier()
-
     measured = []
     for case in cases:
         config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
         with ep.Buffer(None, config, device="cuda") as buffer, torch.no_grad():
             inputs = _inputs(case, rank)
-            measured.append(_measure(case, buffer, *inputs, _rows(case, inputs[1]), warmup, iterations, meet))
+            measured.append(_measure(case, buffer, *inputs, _rows(case, inputs[1]), warmup, iterations))
     return measured
 
 
 def _measure(
-    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: float, warmup: int, iterations: int, meet: Step
+    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: float, warmup: int, iterations: int
 ) -> list[Measured]:
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
     measured = []
     for phase, (step, moved) in _phases(case, low_latency, x, ids, weights, num_rows).items():
-        graph = captured(step, meet)
+        graph = captured(step)
         timers = {
             "eager": cuda_timer(step),
             "host": host_timer(step, before=torch.cuda.synchronize),

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 Step = Callable[[], Any]
 Reading = Callable[[], float]
@@ -55,8 +56,16 @@ def cuda_timer(step: Step, calls: int = 1) -> Timer:
     return timer
 
 
-def captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
-    """Returns a CUDA graph of GRAPH_CALLS calls of a step. meet: a barrier of the ranks, which capture together."""
+def meet() -> None:
+    """Waits until the GPU, if this process uses one, is done and all ranks, if there are others, are here."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def captured(step: Step) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of GRAPH_CALLS calls of a step. All ranks capture together."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
