@@ -2,8 +2,8 @@
 
 import copy
 import gc
-import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -17,8 +17,7 @@ from forced_machines import machines_of
 from run_on import run_on
 
 import megatron_ep as ep
-from megatron_ep.buffer import distributed
-from megatron_ep.config import TIMEOUT_VARIABLE
+from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.deep_ep import (
     Buffer,
     Config,
@@ -114,32 +113,33 @@ def test_a_rank_that_stays_away_is_not_taken_back():
     group = group_of(4)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     gone = world - 1
-    with mock.patch.object(distributed, "RENDEZVOUS_S", 1.0), mock.patch.dict(os.environ, {TIMEOUT_VARIABLE: "2"}):
-        buffer = Buffer(group, enable_shrink=True)
-        ids = torch.arange(world).unsqueeze(1)
-        x, weights = torch.ones(world, 128, dtype=torch.bfloat16), torch.ones(world, 1)
+    buffer = Buffer(group, enable_shrink=True)
+    ids = torch.arange(world).unsqueeze(1)
+    x, weights = torch.ones(world, 128, dtype=torch.bfloat16), torch.ones(world, 1)
 
-        def round_trip():
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, world, world, use_fp8=False)
-            return buffer.low_latency_combine(rows, ids, weights, handle)[0][:, 0].tolist()
+    def round_trip():
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, world, world, use_fp8=False)
+        return buffer.low_latency_combine(rows, ids, weights, handle)[0][:, 0].tolist()
 
-        assert round_trip() == [1] * world
-        dist.barrier(group)
-        if rank != gone:
-            buffer.low_latency_update_mask_buffer(gone, mask=True)
-            for take_back in (
-                lambda: buffer.low_latency_update_mask_buffer(gone, mask=False),
-                buffer.low_latency_clean_mask_buffer,
-            ):
-                assert round_trip() == [1] * gone + [0]
-                with pytest.raises(ep.EPError, match=f"rank {gone}"):
-                    take_back()
-                status = torch.zeros(world, dtype=torch.int32)
-                buffer.low_latency_query_mask_buffer(status)
-                assert status.tolist() == [0] * gone + [1]
+    assert round_trip() == [1] * world
+    [low_latency] = buffer.runtime.all_low_latency()
+    rank_group_of(low_latency.buffer)._rendezvous.timeout = timedelta(seconds=3)  # for a rank that stays away
+    dist.barrier(group)
+    if rank != gone:
+        buffer.low_latency_update_mask_buffer(gone, mask=True)
+        for take_back in (
+            lambda: buffer.low_latency_update_mask_buffer(gone, mask=False),
+            buffer.low_latency_clean_mask_buffer,
+        ):
             assert round_trip() == [1] * gone + [0]
-        dist.barrier(group)
-        buffer.destroy()
+            with pytest.raises(ep.EPError, match=f"rank {gone}"):
+                take_back()
+            status = torch.zeros(world, dtype=torch.int32)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0] * gone + [1]
+        assert round_trip() == [1] * gone + [0]
+    dist.barrier(group)
+    buffer.destroy()
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
