@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.buffer.cuda import MIN_STORES_PER_SM, CudaBackend
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_NODE_RANKS, MAX_TOPK, Config, Topology, require_int
 from megatron_ep.normal.plan import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
-from megatron_ep.tools.simulate import routing
 
 BF16_BYTES, SCALE_BYTES, WEIGHT_BYTES, BLOCK = 2, 4, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
 MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
@@ -26,7 +28,8 @@ class Case:
     dtype: type of dispatched rows, "bf16" or "fp8" with a scale per 128 values; combined rows are bf16. The low-latency
         mode sends bf16 rows as fp8.
     sum_at: argument of the low-latency mode's combine, "token" or "expert", see `LowLatency.combine`.
-    routing: see `routing.draw`.
+    routing: how likely experts are, of which each token has distinct ones: "uniform": equally; "zipf:S": expert i with
+        weight 1 / (i + 1)^S; "nodes:M": equally, on M random nodes per token.
     images: M, the number of simulated nodes, a divisor of N; the others do the same with all nodes shifted. None: N,
         which maps_rail requires.
     maps_rail: whether nodes map each other's memory, like nodes of one NVLink domain, and use no network cards.
@@ -69,8 +72,23 @@ class Case:
         if self.maps_rail and self.simulated_nodes < self.topology.nodes:
             raise ValueError(f"images is {self.images}, must be None where nodes reach each other's memory")
         require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
-        routing.check(self)
+        self._check_routing()
         require_int("num_sms", self.num_sms, 1, 1 << 10)
+
+    def _check_routing(self) -> None:
+        kind, _, text = self.routing.partition(":")
+        error = ValueError(f"routing is {self.routing!r}, must be uniform, zipf:S with S in [0, 4], or nodes:M")
+        if kind == "uniform" and not text:
+            return
+        try:
+            value = float(text) if kind == "zipf" else int(text)
+        except ValueError:
+            raise error from None
+        if kind == "nodes":
+            nodes = self.topology.nodes
+            require_int("M of routing nodes:M", value, -(-self.topk // (self.config.num_experts // nodes)), nodes)
+        elif kind != "zipf" or not math.isfinite(value) or not 0 <= value <= 4:
+            raise error
 
     @property
     def is_low_latency(self) -> bool:
@@ -161,7 +179,22 @@ class Case:
 
     def choices(self) -> list[Any]:
         """Returns the expert ids, int32 [T, K], of each simulated rank."""
-        return [routing.draw(self, rank) for rank in range(self.simulated_ranks)]
+        return [self._choices_of(rank) for rank in range(self.simulated_ranks)]
+
+    def _choices_of(self, rank: int) -> torch.Tensor:
+        kind, _, text = self.routing.partition(":")
+        num_tokens, num_experts, nodes = self.num_tokens, self.config.num_experts, self.topology.nodes
+        generator = torch.Generator().manual_seed((self.seed << 20) + rank)
+        # The topk largest of log(weight) + Gumbel noise are drawn without replacement.
+        keys = torch.rand(num_tokens, num_experts, generator=generator).clamp_(min=1e-30)
+        if kind == "zipf":
+            keys = -(-keys.log_()).log_()
+            keys -= float(text) * torch.arange(1, num_experts + 1).log()
+        elif kind == "nodes":
+            chosen = torch.rand(num_tokens, nodes, generator=generator).topk(int(text), sorted=False).indices
+            allowed = torch.zeros(num_tokens, nodes, dtype=torch.bool).scatter_(1, chosen, True)
+            keys *= allowed.repeat_interleave(num_experts // nodes, dim=1)
+        return keys.topk(self.topk, sorted=False).indices.to(torch.int32).contiguous()
 
 
 def ring_settings(
