@@ -98,13 +98,6 @@ def group_of(**settings):
 
 
 @run_on("ranks")
-def test_ranks_that_want_different_fabrics() -> None:
-    refused = pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same")
-    with ranks_with("nccl" if dist.get_rank() == 1 else ""), refused:
-        connected(rendezvous_of())
-
-
-@run_on("ranks")
 def test_ranks_that_load_different_libraries_take_one_that_all_load() -> None:
     def lack():
         raise ep.EPError("it lacks something")
@@ -126,8 +119,10 @@ def test_ranks_that_load_different_libraries_take_one_that_all_load() -> None:
         )
 
 
-def run_exchanges(fabric: str) -> int:
-    """How often the ranks talk to each other, the introduction included."""
+@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 4), ("nvshmem", 4), ("nccl", 6)])
+@run_on("ranks")
+def test_a_set_up_takes_few_exchanges_and_no_collective(fabric: str, exchanges: int) -> None:
+    """The introduction is one of them."""
     library = {"p2p": None, "nvshmem": Nvshmem, "nccl": Nccl}[fabric]
     with over(fabric, library()) if library else ranks_with(fabric):
         groups = [group for group in (dist.group.WORLD, *GROUPS.values()) if isinstance(group, dist.ProcessGroup)]
@@ -135,12 +130,7 @@ def run_exchanges(fabric: str) -> int:
         rendezvous = rendezvous_of()
         connected(rendezvous)
         assert before == [group._get_sequence_number_for_group() for group in groups]
-        return rendezvous.exchanges
-
-
-@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 4), ("nvshmem", 4), ("nccl", 6)])
-def test_a_set_up_takes_few_exchanges_and_no_collective(ranks, fabric: str, exchanges: int) -> None:
-    assert ranks.run(run_exchanges, fabric) == [exchanges] * W
+        assert rendezvous.exchanges == exchanges
 
 
 # ---- CUDA IPC
@@ -213,7 +203,8 @@ class MemoryLeftOver:
 STORE = dist.distributed_c10d._get_default_store
 
 
-def run_late_credit() -> bytes:
+@run_on("ranks")
+def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks() -> None:
     """The last call of rank 1 is over only when rank 0 has made its memory already."""
 
     def finish_earlier_calls() -> None:
@@ -223,11 +214,7 @@ def run_late_credit() -> bytes:
 
     with ranks_with(""), mock.patch.object(_C, "DeviceMemory", MemoryLeftOver):
         peer_memory.peer_memories(rendezvous_of(), finish_earlier_calls, DEVICE, BYTES, "")
-    return STORE().get("released")
-
-
-def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks(ranks) -> None:
-    assert ranks.run(run_late_credit) == [b"0"] * W
+    assert STORE().get("released") == b"0"
 
 
 @run_on("ranks")
@@ -465,14 +452,6 @@ def test_what_the_user_has_set_for_nvshmem_stays(ranks) -> None:
     assert ranks.run(run_environment, "abc", ["mlx5_0"], off)[0][0] == off
 
 
-def run_bad_environment(name: str, value: str, match: str) -> None:
-    own = {name: value} if dist.get_rank() == 1 else {}
-    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **own):
-        with pytest.raises(ValueError if own else ep.EPError, match=match):
-            connected(rendezvous_of(), "abc")
-        assert library.allocated == 0
-
-
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -483,21 +462,14 @@ def run_bad_environment(name: str, value: str, match: str) -> None:
         ("NVSHMEM_IBGDA_RC_MAP_BY", "warp", "cta"),
     ],
 )
+@run_on("ranks")
 def test_settings_that_break_the_order_are_refused_before_nvshmem_is_initialised(
-    ranks, name: str, value: str, allowed: str
+    name: str, value: str, allowed: str
 ) -> None:
-    ranks.run(run_bad_environment, name, value, f"environment variable {name} is '{value}', must be {allowed}: ")
-
-
-def run_different_environments(name: str, values: list[str | None], match: str) -> None:
-    value = values[dist.get_rank()]
-    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **({name: value} if value else {})):
-        if not match:
-            assert heap_of(rendezvous_of()) == 0
-            return
-        for hosts in ("abc", "abc", "aaa"):  # a failed attempt sets nothing
-            with pytest.raises(ValueError, match=match):
-                connected(rendezvous_of(), hosts)
+    own, says = {name: value} if dist.get_rank() == 1 else {}, f"{name} is '{value}', must be {allowed}: "
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **own):
+        with pytest.raises(ValueError if own else ep.EPError, match=f"environment variable {says}"):
+            connected(rendezvous_of(), "abc")
         assert library.allocated == 0
 
 
@@ -511,10 +483,17 @@ def run_different_environments(name: str, values: list[str | None], match: str) 
         ("NVSHMEM_HCA_LIST", ["mlx5_0", "mlx5_1", None], ""),
     ],
 )
-def test_ranks_that_set_nvshmem_differently_are_refused_alike(
-    ranks, name: str, values: list[str | None], says: str
-) -> None:
-    ranks.run(run_different_environments, name, values, says and f"^environment variable {name} {says}, must be equal$")
+@run_on("ranks")
+def test_ranks_that_set_nvshmem_differently_are_refused_alike(name: str, values: list[str | None], says: str) -> None:
+    value = values[dist.get_rank()]
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **({name: value} if value else {})):
+        if not says:
+            assert heap_of(rendezvous_of()) == 0
+            return
+        for hosts in ("abc", "abc", "aaa"):  # a failed attempt sets nothing
+            with pytest.raises(ValueError, match=f"^environment variable {name} {says}, must be equal$"):
+                connected(rendezvous_of(), hosts)
+        assert library.allocated == 0
 
 
 def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tuple[bool, str]:

@@ -25,6 +25,7 @@ from megatron_ep.buffer.rank_group import RankGroup
 
 W, E, K, H, T = 3, 6, 2, 16, 8
 PATIENCE_S = 1.0
+REASON = "2 CUDA graphs may replay its launches"
 
 
 def make(timeout=10.0):
@@ -60,7 +61,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_again_and_again() -> tuple[int, int]:
+@run_on("ranks")
+def test_twenty_buffers_leave_nothing() -> None:
     kept = []  # to keep a buffer, or what was made on it, keeps no memory
     sizes = []
     for _ in range(20):
@@ -75,12 +77,7 @@ def run_again_and_again() -> tuple[int, int]:
         assert within(10, lambda left=backend: left() is None), "it has the launches, and what these need on a GPU"
         assert mapped() == 0
         sizes.append(resident())
-    return sizes[4], sizes[-1]
-
-
-def test_twenty_buffers_leave_nothing(ranks) -> None:
-    for early, late in ranks.run(run_again_and_again):
-        assert late - early < 1 << 20
+    assert sizes[-1] - sizes[4] < 1 << 20
 
 
 @run_on("ranks")
@@ -104,22 +101,18 @@ def test_a_released_buffer_is_closed() -> None:
     buffer.abort("nobody hears it")
 
 
-def run_refused() -> str:
+@run_on("ranks")
+def test_a_rank_that_needs_the_memory_refuses_for_all() -> None:
     buffer, low_latency = make()
-    need = "2 CUDA graphs may replay its launches" if buffer.rank == 1 else ""
+    need = REASON if buffer.rank == 1 else ""
     with (
         mock.patch.object(HostBackend, "needs_memory", lambda _: need),
-        pytest.raises(ValueError, match="rank 1 cannot release the buffer: 2 CUDA graphs") as refused,
+        pytest.raises(ValueError, match=f"^rank 1 cannot release the buffer: {REASON}$"),
     ):
         buffer.release()
     use(buffer, low_latency)
     buffer.release()
     assert mapped() == 0
-    return str(refused.value)
-
-
-def test_a_rank_that_needs_the_memory_refuses_for_all(ranks) -> None:
-    assert len(set(ranks.run(run_refused))) == 1
 
 
 @run_on("ranks")
@@ -153,7 +146,8 @@ def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back() -> None:
     use(*make())
 
 
-def run_late() -> str:
+@run_on("ranks")
+def test_a_rank_that_does_not_come_is_named_on_all() -> None:
     """Rank 2 lives, and comes when the others have given up."""
     with (
         mock.patch.object(distributed, "RENDEZVOUS_S", PATIENCE_S),
@@ -165,7 +159,8 @@ def run_late() -> str:
         if buffer.rank == 2:
             dist.barrier()  # the others have given up
         started = time.monotonic()
-        with pytest.raises(ep.EPError) as caught:
+        says = "^rank 2 did not come to step 7 of the buffer's release within 1 s$"
+        with pytest.raises(ep.EPError, match=says):
             buffer.release()
         assert time.monotonic() - started < 6 * PATIENCE_S
         assert not buffer.is_open
@@ -175,12 +170,6 @@ def run_late() -> str:
     again = make()
     use(*again)
     again[0].release()
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_is_named_on_all(ranks) -> None:
-    for message in ranks.run(run_late):
-        assert message == "rank 2 did not come to step 7 of the buffer's release within 1 s"
 
 
 class Memory:
