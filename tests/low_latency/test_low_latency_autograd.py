@@ -21,6 +21,27 @@ def test_outputs_may_be_changed_in_place(layout):
     assert torch.equal(x[0].grad, torch.full_like(x[0], 2))
 
 
+@pytest.mark.parametrize("ends", ["dispatch", "combine", "weighted"])
+def test_others_hear_of_a_backward_pass_that_fails(ends, monkeypatch):
+    """Or they would wait for this rank's call in it."""
+    ids, x, weights = leaves(1, 2, 1)
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=3, hidden=3, topk=1, dtype=torch.float64)
+        rows = low_latency.dispatch(x, ids)
+        y = (
+            rows.x
+            if ends == "dispatch"
+            else low_latency.combine(rows.x, rows.handle, weights[: ends == "weighted"] or None)
+        )
+        told = []
+        monkeypatch.setattr(type(cluster._group), "abort_peers", lambda group, error: told.append(error))
+        plan = "plan_combine" if ends == "dispatch" else "plan"
+        monkeypatch.setattr(low_latency._calls, plan, lambda *args, **kwargs: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            y[0].sum().backward()
+        assert len(told) == 1 and isinstance(told[0], ZeroDivisionError)
+
+
 LAYOUTS = ({"layout": "masked"}, {"layout": "grouped", "expert_alignment": 4})
 
 
