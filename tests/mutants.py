@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SOURCES = {
     "rows": "rows_warp",
+    "router": "router_warp",
     "p2p": "device_warp",
     "nccl": "device_warp",
     "nvshmem": "device_warp",
@@ -50,7 +51,8 @@ TARGETS = {"send_queue": "send_queue", "direct": "verbs"}  # the others': simt_N
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 PLANNED = ["planned", "5", "8"]
 RUNS = {
-    "rows": [["0", "300"]],
+    "rows": [["quotients"], ["0", "300"]],
+    "router": [[]],
     "p2p": [["given_up"], ["drain"], PLANNED, *SEEDS, ["absent"], ["unfit"]],
     "nccl": [["put"], PLANNED, *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], PLANNED, *SEEDS],

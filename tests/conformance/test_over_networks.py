@@ -144,6 +144,7 @@ SAYS_NOTHING = "confirmed nothing of what was sent"
     [
         ("verbs", dict(silent_after=0), SAYS_NOTHING),
         ("verbs", dict(unposted=errno.ENOMEM), "ibv_post_send: Cannot allocate memory"),
+        ("verbs", dict(refused_after=0), "the other card refused access to memory"),
         ("ibgda", dict(silent_after=0), SAYS_NOTHING),
         ("ibgda", dict(refused_after=0), "broke: fake_0 port 1 (10.99.0.1)"),
     ],

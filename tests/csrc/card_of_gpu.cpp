@@ -34,8 +34,7 @@ struct Rank {
     }
     ep::QueueFabricParams params() const { return heap.fabric({nullptr}); }
     uint64_t word(size_t offset) const {
-        return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(params().network + offset))
-            .load(std::memory_order_acquire);
+        return ep::load(*reinterpret_cast<const uint64_t*>(params().network + offset));
     }
 
     ep::PinnedReport report{0};
@@ -43,12 +42,6 @@ struct Rank {
     ep::SoftwareNic nic;
     ep::QueueHeap heap;
 };
-
-void join(Rank& a, Rank& b) {
-    const std::string of_a = a.nic.invite(1), of_b = b.nic.invite(0);
-    a.nic.join(1, of_b);
-    b.nic.join(0, of_a);
-}
 
 size_t registers() {
     size_t count = 0;
@@ -60,12 +53,11 @@ void test_a_gpu_posts(const std::string& file) {
     fake_cuda = {};
     {
         Rank a(0, file), b(1, file);
-        ep::SpinningWarp warp;
         for (uint64_t round = 1; round <= 3; ++round) {  // with a reset between them
             a.params().reset_signals(0, 0);
             b.params().reset_signals(1, 0);
             const ep::Wire wire(std::nullopt);
-            join(a, b);
+            join(a.nic, b.nic);
             // rings, records and completions of 16 queue pairs a rank, and a bell each
             EXPECT(fake_cuda.registered.size() == 2 * 16 * 4 && registers() == 2 * 16);
             a.nic.start({-1, wire.end(0)});
@@ -74,11 +66,9 @@ void test_a_gpu_posts(const std::string& file) {
                 const auto queue = a.params().queues.puts(channel, 1);
                 EXPECT(queue.card && !queue.sleeper);
                 a.params().network[64] = static_cast<char>(channel + 1);
-                EXPECT(queue.post_write(warp, 1, 128, 64, 1) && queue.post_add(warp, 1, 8, 1));
-                const uint64_t expected = static_cast<uint64_t>(channel) + 1;
-                EXPECT(warp.wait_all(ep::Wait::None, 1, [&](int) {
-                    return ep::WaitCondition{b.word(8), expected, 1};
-                }));
+                ep::post_write(queue, 128, 64, 1);
+                ep::post_add(queue, 8);
+                ep::await([&] { return b.word(8); }, static_cast<uint64_t>(channel) + 1, "no flag");
                 EXPECT(b.params().network[128] == static_cast<char>(channel + 1));
             }
             a.nic.stop(std::chrono::seconds(1));
@@ -95,7 +85,7 @@ void test_the_bell_is_where_the_gpu_has_it(const std::string& file) {
     fake_cuda.registers_at = ptrdiff_t{1} << 44;
     {
         Rank a(0, file), b(1, file);
-        join(a, b);
+        join(a.nic, b.nic);
         const auto queues = a.params().queues;
         for (int channel = 0; channel <= kHeap.channels; ++channel) {
             const ep::CardQueue& card = *queues.puts(channel, 1).card;
@@ -119,7 +109,7 @@ void test_destructors_call_no_cuda(const std::string& file) {
     int calls;
     {
         Rank a(0, file), b(1, file);
-        join(a, b);
+        join(a.nic, b.nic);
         fake_cuda.is_idle = false;
         calls = fake_cuda.calls;
     }
@@ -131,20 +121,14 @@ void test_destructors_call_no_cuda(const std::string& file) {
 void test_what_cuda_refuses_is_said(const std::string& file) {
     fake_cuda = {};
     fake_cuda.refuses_registers = true;
-    const auto said = [](auto&& what) -> std::string {
-        try {
-            what();
-        } catch (const std::runtime_error& error) {
-            return error.what();
-        }
-        return "";
-    };
     {
         Rank a(0, file), b(1, file);
-        EXPECT(said([&] { join(a, b); }).find("PeerMappingOverride=1") != std::string::npos);
+        EXPECT(error_of([&] { join(a.nic, b.nic); }).find("PeerMappingOverride=1") !=
+               std::string::npos);
     }
     ep::run_deferred();
-    EXPECT(said([&] { ep::try_card(card_of(file), 0); }).find("the bell of a network card") == 0);
+    EXPECT(error_of([&] { ep::try_card(card_of(file), 0); }).find("the bell of a network card") ==
+           0);
     EXPECT(fake_cuda.registered.empty());
     fake_cuda.refuses_registers = false;
     ep::try_card(card_of(file), 0);

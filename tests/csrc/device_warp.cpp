@@ -17,6 +17,7 @@
 #include "normal_failures.h"
 // after it
 #include "launch/host/group.h"
+#include "programs.h"
 #include "random_moves.h"
 
 namespace ep {
@@ -74,14 +75,13 @@ void combine_on(Grid& grid, const Combine& params, DType dtype, bool any_intra_r
     });
 }
 
-void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours,
-                  const Memory& expected) {
+void expect_equal(int rank, const std::string& what, const Memory& ours, const Memory& expected) {
     if (std::memcmp(ours.data(), expected.data(), expected.bytes()) == 0) return;
     size_t i = 0;
     while (ours.data()[i] == expected.data()[i]) ++i;
-    std::fprintf(stderr, "seed %llu: %s of rank %d differs at byte %zu of %zu\n",
-                 static_cast<unsigned long long>(seed), what, rank, i, expected.bytes());
-    std::exit(1);
+    const std::string text = what + " of rank " + std::to_string(rank) + " differs at byte " +
+                             std::to_string(i) + " of " + std::to_string(expected.bytes());
+    simt::die(text.c_str());
 }
 
 // Tensors for a call on each side. Returns the rows of each rank's expert-grouped output.
@@ -97,18 +97,10 @@ std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vecto
         side->tensors.clear();
         for (size_t rank = 0; rank < layouts.size(); ++rank) {
             const Layout::Totals& totals = layouts[rank].totals();
-            const size_t r = rows[rank], k = c.format.topk, t = c.tokens[rank];
-            const size_t received = c.flat ? r : std::min<size_t>(totals.received_rows, r);
-            const size_t weights = r * (c.flat ? k : 1);
-            side->tensors.push_back({Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
-                                     Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
-                                     Memory(r * c.format.payload_bytes, 0x33),
-                                     Memory(r * c.format.scale_bytes, 0x33),
-                                     Memory(weights * c.format.weight_bytes, 0x33),
-                                     Memory(t * c.format.payload_bytes, 0x44),
-                                     Memory(t * k * c.format.weight_bytes, 0x44),
-                                     Memory((received + 1) * c.format.payload_bytes, 0x22),
-                                     Memory(received * sizeof(int32_t), 0x22)});
+            const size_t room = rows[rank];
+            side->tensors.push_back(tensors_of(
+                c, c.tokens[rank], room,
+                c.flat ? room : std::min<size_t>(totals.received_rows, room), totals.rail_rows));
         }
     }
     return rows;
@@ -152,17 +144,17 @@ void check_planned(const Case& c, const Side& side, const Waited& waited, uint64
     }
 }
 
-void expect_same_results(uint64_t seed, int rank, const Side& gpu, const Side& host) {
+void expect_same_results(int rank, const Side& gpu, const Side& host) {
     const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
-    expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
-    expect_equal(seed, rank, "dst_rows", ours.dst_rows, expected.dst_rows);
-    expect_equal(seed, rank, "rail experts", ours.rail, expected.rail);
-    expect_equal(seed, rank, "source tokens", ours.source_tokens, expected.source_tokens);
-    expect_equal(seed, rank, "x", ours.out, expected.out);
-    expect_equal(seed, rank, "scales", ours.out_scales, expected.out_scales);
-    expect_equal(seed, rank, "weights", ours.out_weights, expected.out_weights);
-    expect_equal(seed, rank, "y", ours.y, expected.y);
-    expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
+    expect_equal(rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+    expect_equal(rank, "dst_rows", ours.dst_rows, expected.dst_rows);
+    expect_equal(rank, "rail experts", ours.rail, expected.rail);
+    expect_equal(rank, "source tokens", ours.source_tokens, expected.source_tokens);
+    expect_equal(rank, "x", ours.out, expected.out);
+    expect_equal(rank, "scales", ours.out_scales, expected.out_scales);
+    expect_equal(rank, "weights", ours.out_weights, expected.out_weights);
+    expect_equal(rank, "y", ours.y, expected.y);
+    expect_equal(rank, "gradients of weights", ours.y_weights, expected.y_weights);
 }
 
 void run_case(uint64_t seed, bool is_planned) {
@@ -204,7 +196,7 @@ void run_case(uint64_t seed, bool is_planned) {
             const int warps = std::max(blocks * kBlockWarps, c.heap.channels + 1);
             grid.launch(kernels::notify_kernel<Notify>, grid.params<Notify>(notify, warps));
             for (int rank = 0; rank < world; ++rank)
-                expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+                expect_equal(rank, "layout", gpu.layouts[rank], host.layouts[rank]);
         }
 
         const std::vector<int64_t> rows = make_tensors(c, seed, host_layouts, {&host, &gpu});
@@ -222,7 +214,7 @@ void run_case(uint64_t seed, bool is_planned) {
             row_weights.emplace_back(
                 weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
                          : 0);
-            fill_row_weights(c.random, row_weights.back(), c.dtype);
+            fill(c.random, row_weights.back(), c.dtype == DType::fp64 ? c.dtype : DType::fp32, 3);
         }
         for (const int on_gpu : {0, 1}) {
             const Side& side = on_gpu ? gpu : host;
@@ -231,9 +223,8 @@ void run_case(uint64_t seed, bool is_planned) {
                 const Tensors& t = side.tensors[rank];
                 const Inputs& in = inputs[rank];
                 dispatch[on_gpu].push_back(
-                    {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
-                     in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data(), may_pass[0] && !is_fused && c.pick(0, 1) && !c.flat});
+                    dispatch_args(transfer_args(c, rank, layouts[rank], t, rows[rank], call), in, t,
+                                  may_pass[0] && !is_fused && c.pick(0, 1) && !c.flat));
                 dispatch[on_gpu].back().source_tokens = t.source_tokens.as<int32_t>();
                 dispatch[on_gpu].back().has_all_weights = c.flat && seed / 4 % 2;
                 dispatch[on_gpu].back().fills_tables = c.flat || is_planned;
@@ -264,7 +255,7 @@ void run_case(uint64_t seed, bool is_planned) {
             dispatch_on(grid, dispatch[1]);
         }
         for (int rank = 0; rank < world && !is_planned; ++rank)
-            expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
+            expect_equal(rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_joint = grid.params_of_roles<Combine>(combine[1]);
         const bool passes = any_intra_rank_pass(combine[1]);
@@ -286,7 +277,7 @@ void run_case(uint64_t seed, bool is_planned) {
         combine_now();
         check_counted(gpu, is_planned ? 0 : epoch, call + replays);
         if (group.state(0).aborted()) simt::die("the host gave up");
-        for (int rank = 0; rank < world; ++rank) expect_same_results(seed, rank, gpu, host);
+        for (int rank = 0; rank < world; ++rank) expect_same_results(rank, gpu, host);
     }
     grid.check_reset_signals();
 }
@@ -305,16 +296,10 @@ void run_all_given_up() {
     }
 }
 
-// What has a name instead of seeds.
-struct Program {
-    const char* name;
-    void (*run)();
-    const char* said;
-};
-constexpr Program kPrograms[] = {
+constexpr simt::Named kNamed[] = {
     {"absent",
      [] {
-         for (const bool several_nodes : {false, true}) run_absent(several_nodes);
+         for (const bool several_nodes : {false, true}) run_given_up(several_nodes, true, 8, false);
      },
      "an absent rank is reported"},
     {"incident",
@@ -322,19 +307,18 @@ constexpr Program kPrograms[] = {
          for (uint64_t seed = 0; seed < 50; ++seed) run_incident(seed);
      },
      "an incident is there before the word"},
-    {"waits", [] { run_waits(); }, "waits are counted"},
-    {"given_up", [] { run_all_given_up(); }, "what was given up is no data"},
+    {"waits", run_waits, "waits are counted"},
+    {"given_up", run_all_given_up, "what was given up is no data"},
     {"drain",
      [] {
-         for (const bool same_size : {false, true}) {
-             run_drain<false>(same_size);
-             run_drain<true>(same_size);
+         for (const bool over_network : {false, true}) {
+             for (const bool same_size : {false, true}) run_drain(over_network, same_size);
          }
      },
      "a ring runs empty between calls"},
     {"put",
      [] {
-         for (uint64_t seed = 0; seed < 20; ++seed) run_put(seed);
+         for (uint64_t seed = 0; seed < 20; ++seed) run_puts(seed, 1, 1, 4096);
      },
      "a row is there before its flag"},
 #if defined(OVER_QUEUE)
@@ -347,32 +331,25 @@ constexpr Program kPrograms[] = {
      "a full queue is reported"},
     {"turns",
      [] {
-         for (uint64_t seed = 0; seed < 20; ++seed) run_turns(seed);
+         for (uint64_t seed = 0; seed < 20; ++seed) run_puts(seed, 4, 3, 16);
          run_lost_turn();
      },
      "warps that share a queue take turns"},
-    {"told", [] { run_told(); }, "what the host has heard ends waits"},
+    {"told", run_told, "what the host has heard ends waits"},
 #endif
-    {"unfit", [] { run_unfit(); }, "an unfit handle is reported"},
+    {"unfit",
+     [] {
+         run_unfit(false, false);
+         for (const bool has_layout : {false, true}) run_unfit(true, has_layout);
+     },
+     "an unfit handle is reported"},
 };
 
 }  // namespace
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    for (const ep::Program& program : ep::kPrograms) {
-        if (argc != 2 || std::string(argv[1]) != program.name) continue;
-        program.run();
-        std::printf("%s\n", program.said);
-        return 0;
-    }
     const bool is_planned = argc == 4 && std::string(argv[1]) == "planned";
-    if (argc != 3 && !is_planned) return 2;
-    const uint64_t first = std::strtoull(argv[argc - 2], nullptr, 10),
-                   end = std::strtoull(argv[argc - 1], nullptr, 10);
-    for (uint64_t seed = first; seed < end; ++seed) {
-        std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
-        ep::run_case(seed, is_planned);
-    }
-    std::printf("%llu cases\n", static_cast<unsigned long long>(end - first));
+    return simt::run_program(argc - is_planned, argv + is_planned, ep::kNamed, "cases",
+                             [&](uint64_t seed) { ep::run_case(seed, is_planned); });
 }

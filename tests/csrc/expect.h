@@ -2,6 +2,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 
 #define EXPECT(condition)                                                                \
     do {                                                                                 \
@@ -10,3 +12,14 @@
             std::exit(EXIT_FAILURE);                                                     \
         }                                                                                \
     } while (false)
+
+// What the error says that f throws; "" if it throws none.
+template <class F>
+std::string error_of(F&& f) {
+    try {
+        f();
+    } catch (const std::runtime_error& error) {
+        return error.what();
+    }
+    return "";
+}

@@ -49,6 +49,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -116,11 +117,11 @@ struct Message {
 };
 
 struct Request {
-    SendWr wr;
-    std::vector<Sge> pieces;
-    uint32_t packet;
-    Clock::time_point since;
-    uint16_t entry = 0;  // of a ring
+    Header header;
+    std::vector<Sge> pieces;  // what it writes, or where the old value goes
+    bool tells;               // when it is done
+    uint64_t number;          // that the other side gave it, or of an entry of a ring
+    Clock::time_point since = Clock::now();
 };
 
 struct Arrived {
@@ -181,6 +182,7 @@ struct FakeContext : Context {
     void run();
     bool step();
     void take_from_ring(FakeQp& qp);
+    void post(FakeQp& qp, Request request);
     void tell(FakeQp& qp, const Request& request, int status);
     void send_requests(FakeQp& qp);
     void receive(FakeQp& qp);
@@ -272,32 +274,33 @@ void FakeContext::take_from_ring(FakeQp& qp) {
             qp.ring->drop();
         }
         while (qp.state == kReadyToSend) {
-            Request request{};
-            request.entry = qp.ring->next();
+            const uint64_t number = qp.ring->next();
             const auto entry = qp.ring->take(is_eager);
             if (!entry) return;
-            request.since = Clock::now();
-            request.wr.opcode = entry->is_write ? kRdmaWrite : kFetchAndAdd;
             constexpr uint32_t kMost = 1 << 16;  // of a packet
             uint32_t done = 0;
             do {
                 const uint32_t part = std::min(entry->bytes - done, kMost);
-                request.packet = qp.next_packet;
-                request.pieces = {{entry->local + done, part, entry->local_key}};
-                if (entry->is_write)
-                    request.wr.rdma = {entry->remote + done, entry->remote_key};
-                else
-                    request.wr.atomic = {entry->remote, entry->increment, 0, entry->remote_key};
+                Header header{entry->is_write ? Header::kWrite : Header::kAdd};
+                header.key = entry->remote_key;
+                header.address = entry->remote + done;
+                header.add = entry->increment;
+                const Sge piece{entry->local + done, part, entry->local_key};
                 done += part;
-                if (entry->tells && done == entry->bytes) request.wr.flags = kSignaled;
-                qp.next_packet = (qp.next_packet + 1) & 0xffffff;
-                qp.waiting.push_back(request);
+                post(qp, {header, {piece}, entry->tells && done == entry->bytes, number});
             } while (done < entry->bytes);
         }
     } catch (const std::runtime_error& error) {
         std::fprintf(stderr, "fake_ibverbs: %s\n", error.what());
         std::abort();
     }
+}
+
+void FakeContext::post(FakeQp& qp, Request request) {
+    request.header.source = qp.number;
+    request.header.packet = qp.next_packet;
+    qp.next_packet = (qp.next_packet + 1) & 0xffffff;
+    qp.waiting.push_back(std::move(request));
 }
 
 void FakeContext::tell(FakeQp& qp, const Request& request, int status) {
@@ -310,10 +313,11 @@ void FakeContext::tell(FakeQp& qp, const Request& request, int status) {
             {kRemoteInvalidRequest, kMlx5RemoteInvalidRequest},
             {kRemoteAccess, kMlx5RemoteAccess},
             {kRetriesExceeded, kMlx5RetriesExceeded}};
-        return cq.ring->tell(qp.number, request.entry, syndromes.at(status));
+        return cq.ring->tell(qp.number, static_cast<uint16_t>(request.number),
+                             syndromes.at(status));
     }
     Wc found{};
-    found.wr_id = request.wr.wr_id;
+    found.wr_id = request.number;
     found.qp = qp.number;
     found.status = status;
     found.vendor_error = status ? 0x81 : 0;
@@ -337,26 +341,13 @@ void FakeContext::send_requests(FakeQp& qp) {
     while (!qp.waiting.empty()) {
         if (is_late() && random() % 4 == 0) return;
         const Request& request = qp.waiting.front();
-        Message message{};
-        message.header.source = qp.number;
-        message.header.packet = request.packet;
-        if (request.wr.opcode == kRdmaWrite) {
-            message.header.kind = Header::kWrite;
-            message.header.key = request.wr.rdma.rkey;
-            message.header.address = request.wr.rdma.address;
-            for (const Sge& piece : request.pieces) {
-                const char* from = place_of(piece.lkey, piece.address, piece.bytes, 0);
-                if (!from) return end(qp, kLocalProtection);
-                message.data.insert(message.data.end(), from, from + piece.bytes);
-            }
-        } else {
-            message.header.kind = Header::kAdd;
-            message.header.key = request.wr.atomic.rkey;
-            message.header.address = request.wr.atomic.address;
-            message.header.add = request.wr.atomic.add;
-            const Sge& old = request.pieces.at(0);
-            if (old.bytes != 8 || !place_of(old.lkey, old.address, 8, kLocalWrite))
-                return end(qp, kLocalProtection);
+        Message message{request.header, {}};
+        const bool is_add = request.header.kind == Header::kAdd;
+        for (const Sge& piece : request.pieces) {
+            const char* from =
+                place_of(piece.lkey, piece.address, piece.bytes, is_add ? kLocalWrite : 0);
+            if (!from || (is_add && piece.bytes != 8)) return end(qp, kLocalProtection);
+            if (!is_add) message.data.insert(message.data.end(), from, from + piece.bytes);
         }
         message.header.bytes = static_cast<uint32_t>(message.data.size());
         iovec parts[2] = {{&message.header, sizeof message.header},
@@ -391,9 +382,10 @@ void FakeContext::receive(FakeQp& qp) {
     while (qp.out >= 0 && qp.state == kReadyToSend) {
         Header reply;
         if (recv(qp.out, &reply, sizeof reply, MSG_DONTWAIT) != sizeof reply) break;
-        if (qp.unconfirmed.empty() || reply.packet != qp.unconfirmed.front().packet) continue;
+        if (qp.unconfirmed.empty() || reply.packet != qp.unconfirmed.front().header.packet)
+            continue;
         if (reply.status != kSuccess) return end(qp, reply.status);
-        if (qp.unconfirmed.front().wr.flags & kSignaled) tell(qp, qp.unconfirmed.front(), kSuccess);
+        if (qp.unconfirmed.front().tells) tell(qp, qp.unconfirmed.front(), kSuccess);
         qp.unconfirmed.pop_front();
     }
 }
@@ -451,11 +443,11 @@ void FakeContext::end(FakeQp& qp, int status) {
     qp.state = kError;
     qp.arrived.clear();
     place_late(qp, true);
-    int told = -1;  // entry of a ring, which may be several packets
+    std::optional<uint64_t> told;  // entry of a ring, which may be several packets
     for (auto* requests : {&qp.unconfirmed, &qp.waiting}) {
         for (const Request& request : *requests) {
-            if (qp.ring && request.entry == told) continue;
-            told = request.entry;
+            if (qp.ring && request.number == told) continue;
+            told = request.number;
             tell(qp, request, status);
             status = kFlushed;
         }
@@ -484,9 +476,14 @@ int post_send(Qp* base, SendWr* wr, SendWr** bad) {
         if (qp.state != kReadyToSend && qp.state != kError) return EINVAL;
         if (posted >= qp.most || posted + found.size() >= static_cast<size_t>(qp.send_cq->entries))
             return ENOMEM;
-        const std::vector<Sge> pieces(wr->pieces, wr->pieces + wr->piece_count);
-        qp.waiting.push_back({*wr, pieces, qp.next_packet, Clock::now()});
-        qp.next_packet = (qp.next_packet + 1) & 0xffffff;
+        Header header{wr->opcode == kRdmaWrite ? Header::kWrite : Header::kAdd};
+        header.key = wr->opcode == kRdmaWrite ? wr->rdma.rkey : wr->atomic.rkey;
+        header.address = wr->opcode == kRdmaWrite ? wr->rdma.address : wr->atomic.address;
+        header.add = wr->atomic.add;
+        card.post(qp, {header,
+                       {wr->pieces, wr->pieces + wr->piece_count},
+                       (wr->flags & kSignaled) != 0,
+                       wr->wr_id});
         if (qp.state == kError) card.end(qp, kFlushed);
     }
     const uint64_t one = 1;

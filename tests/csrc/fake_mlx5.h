@@ -113,7 +113,10 @@ class SendRing {
         const uint64_t what = number_at(bytes + 3, 1), units = number_at(bytes + 7, 1);
         if (number_at(bytes + 1, 2) != next_) fail("an entry has another number");
         if (number_at(bytes + 4, 3) != number_) fail("an entry is of another queue");
-        if (bytes[0] || bytes[8]) fail("an entry modifies what it does, or is signed");
+        const auto is_zero = [&](int at, int count) { return number_at(bytes + at, count) == 0; };
+        // what modifies it, its signature, what is immediate, and what is reserved
+        if (!is_zero(0, 1) || !is_zero(8, 3) || !is_zero(12, 4) || !is_zero(28, 4))
+            fail("an entry has more than it says");
         Entry entry{};
         entry.tells = (bytes[11] & 0x0c) == 0x08;
         if (bytes[11] & ~0x08) fail("an entry wants more than a completion");
@@ -123,7 +126,9 @@ class SendRing {
         entry.remote = number_at(bytes + 16, 8);
         entry.remote_key = static_cast<uint32_t>(number_at(bytes + 24, 4));
         const uint8_t* data = bytes + 32;
-        if (!entry.is_write) {
+        if (entry.is_write) {
+            if (!is_zero(48, 8) || !is_zero(56, 8)) fail("something lies behind a write");
+        } else {
             entry.increment = number_at(bytes + 32, 8);
             if (number_at(bytes + 40, 8)) fail("an addition compares");
             data = bytes + 48;

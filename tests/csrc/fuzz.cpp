@@ -3,11 +3,15 @@
 // of them something fails: then no call that a rank finished is wrong, the report leads to the rank
 // that stalled, and after a reset all is right.
 //
-//     fuzz FIRST_SEED END_SEED
+//     fuzz [MODE] FIRST_SEED END_SEED
 //     fuzz seconds SECONDS [FIRST_SEED]     on all cores, from a random seed on
-//     fuzz without_credits FIRST_SEED END_SEED
-//                                           programs of the normal mode in which nobody gives
-//                                           credit: those that need some must be seen to fail
+//
+// Modes: low_latency   halves of low-latency calls, replayed over the same arguments, nothing fails
+//        masks         the same with masking: one rank may stop for good or for a while, callers
+//                      mask others
+//        three         three low-latency calls of a kind under way, which must be seen to go wrong
+//        without_credits   programs of the normal mode in which nobody gives credit: those that
+//                          need some must be seen to fail
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +21,7 @@
 #include <thread>
 
 #include "exec/host/fibers.h"
+#include "faulty_warp.h"
 #include "masked_programs.h"
 #include "normal_programs.h"
 #include "software_network.h"
@@ -55,19 +60,6 @@ class FaultyExecutor : public SeededExecutor {
     uint64_t waits_ = 0;
 };
 
-struct ProgramWarp : HostWarp {
-    using HostWarp::HostWarp;
-    static inline bool gives_credit = true;
-    template <Scope scope>
-    void credit(uint64_t* word, uint64_t value) {
-        if (gives_credit) HostWarp::credit<scope>(word, value);
-    }
-    template <Scope scope, class F>
-    void credit_lanes(int count, F&& of_lane) {
-        if (gives_credit) HostWarp::credit_lanes<scope>(count, std::forward<F>(of_lane));
-    }
-};
-
 // If nobody has missed the rank that stalled, it ends the others itself.
 void end_stalled(const std::vector<RankState>& states) {
     for (const RankState& state : states) {
@@ -91,6 +83,17 @@ bool leads_to(const std::vector<RankState>& states, int stalled) {
     return nobody;
 }
 
+// After a program that gave up.
+template <class Program, class AnyNetwork>
+const char* reset(Program& program, AnyNetwork& network, const Fault& fault) {
+    if (fault.kind == Fault::Kind::None) return "aborted";
+    if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))
+        return "nobody names the rank that stalled";
+    network.clear();
+    program.reset();
+    return nullptr;
+}
+
 // What went wrong that should not have; null: nothing.
 template <class AnyNetwork>
 const char* run_normal(NormalProgram& program, AnyNetwork& network,
@@ -99,11 +102,7 @@ const char* run_normal(NormalProgram& program, AnyNetwork& network,
     end_stalled(program.states);
     if (program.errors(tasks)) return "wrong values, or an unfinished call without a failure";
     if (!program.aborted()) return nullptr;
-    if (fault.kind == Fault::Kind::None) return "aborted";
-    if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))
-        return "nobody names the rank that stalled";
-    network.clear();
-    program.reset();
+    if (const char* wrong = reset(program, network, fault)) return wrong;
     SeededExecutor(seed + 1, &network).run(tasks);
     return program.errors(tasks) || program.aborted() ? "wrong after a reset" : nullptr;
 }
@@ -112,7 +111,7 @@ template <class Fabric>
 const char* run_normal(uint64_t seed, const Fault& fault) {
     SimulatedNetwork network(fault.loss());
     NormalProgram program(seed, &network);
-    return run_normal(program, network, program.tasks<ProgramWarp, Fabric>(), seed, fault);
+    return run_normal(program, network, program.tasks<FaultyWarp, Fabric>(), seed, fault);
 }
 
 template <class AnyNetwork, class AnyFabric>
@@ -125,11 +124,7 @@ const char* run_low_latency(LowLatencyProgram& program, AnyNetwork& network,
     end_stalled(program.states);
     if (program.errors(finished)) return "wrong values";
     if (!program.aborted()) return program.errors() ? "an unfinished call" : nullptr;
-    if (fault.kind == Fault::Kind::None) return "aborted";
-    if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))
-        return "nobody names the rank that stalled";
-    network.clear();
-    program.reset();
+    if (const char* wrong = reset(program, network, fault)) return wrong;
     SeededExecutor(seed + 1, &network).run(program.tasks<HostWarp>(3, finished, fabrics));
     return program.errors() || program.aborted() ? "wrong after a reset" : nullptr;
 }
@@ -190,12 +185,38 @@ const char* run(uint64_t seed) {
     }
 }
 
-bool fails_without_credits(uint64_t seed) {
+const char* run_without_credits(uint64_t seed) {
     SimulatedNetwork network;
     NormalProgram program(seed, &network);
-    SeededExecutor(seed, &network).run(program.tasks<ProgramWarp, HostFabric>());
-    return program.aborted();
+    FaultyWarp::gives_credit = false;
+    SeededExecutor(seed, &network).run(program.tasks<FaultyWarp, HostFabric>());
+    return program.aborted() ? "aborted" : nullptr;
 }
+
+template <int kUnderWay>
+const char* run_halves(uint64_t seed) {
+    SimulatedNetwork network;
+    LowLatencyProgram program(seed, &network, kUnderWay, LowLatencyProgram::Sizes::OfWarps, false,
+                              seed % 2);
+    std::vector<uint64_t> finished;
+    SeededExecutor(seed, &network).run(program.tasks<HostWarp>(3, finished));
+    if (program.aborted()) return "aborted";
+    return program.errors() ? "wrong values" : nullptr;
+}
+
+int masks_set = 0;
+const char* run_masks(uint64_t seed) { return run_masked(seed, masks_set); }
+
+struct Mode {
+    const char* name;
+    const char* (*run)(uint64_t seed);
+    bool may_fail = false;
+};
+constexpr Mode kModes[] = {{"low_latency", run_halves<2>},
+                           {"masks", run_masks},
+                           {"three", run_halves<3>, true},
+                           {"without_credits", run_without_credits, true},
+                           {"", run}};
 
 int run_for(std::chrono::seconds limit, uint64_t first, const char* program) {
     using Clock = std::chrono::steady_clock;
@@ -248,18 +269,18 @@ int main(int argc, char** argv) {
         const uint64_t first = argc == 4 ? number(3) : std::random_device()() * 1'000'000ull;
         return ep::run_for(std::chrono::seconds(number(2)), first, argv[0]);
     }
-    if (mode == "without_credits" && argc == 4) {
-        uint64_t failed = 0;
-        ep::ProgramWarp::gives_credit = false;
-        for (uint64_t seed = number(2); seed < number(3); ++seed)
-            failed += ep::fails_without_credits(seed);
-        std::printf("%lu of %llu programs fail\n", failed, number(3) - number(2));
-        return 0;
-    }
-    if (argc != 3) return 2;
-    for (uint64_t seed = number(1); seed < number(2); ++seed) {
-        if (const char* wrong = ep::run(seed))
+    const auto* chosen =
+        std::ranges::find(ep::kModes, argc == 4 ? mode : "",
+                          [](const ep::Mode& one) { return std::string(one.name); });
+    if (argc < 3 || argc > 4 || chosen == std::end(ep::kModes)) return 2;
+    const uint64_t first = number(argc - 2), end = number(argc - 1);
+    uint64_t failed = 0;
+    for (uint64_t seed = first; seed < end; ++seed) {
+        const char* wrong = chosen->run(seed);
+        if (wrong && !chosen->may_fail)
             return std::fprintf(stderr, "seed %lu: %s\n", seed, wrong), 1;
+        failed += wrong != nullptr;
     }
-    std::printf("%llu schedules, none wrong\n", number(2) - number(1));
+    if (mode == "masks") std::printf("%d masks were set; ", ep::masks_set);
+    std::printf("%lu of %lu programs fail\n", failed, end - first);
 }

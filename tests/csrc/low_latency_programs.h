@@ -339,40 +339,32 @@ struct LowLatencyProgram {
 
     template <class Warp, class AnyFabric>
     void run_half(Warp& warp, AnyFabric& fabric, int rank, const Half& half, const Team& team) {
-        Part& part = parts[rank][half.call];
+        const auto with_call = [&](const auto& args, auto&& body) {
+            const auto call = half.sends ? next_call(fabric, args) : begun_call(fabric, args);
+            args.by_lines() ? body.template operator()<true>(call)
+                            : body.template operator()<false>(call);
+        };
+        const Part& part = parts[rank][half.call];
         if (calls[half.call].is_combine) {
-            part.combine.by_lines() ? run_combine<true>(warp, fabric, half, part.combine, team)
-                                    : run_combine<false>(warp, fabric, half, part.combine, team);
-            return;
+            return with_call(part.combine, [&]<bool kLines>(const auto& call) {
+                if (!half.sends)
+                    low_latency_combine_receive<float, kLines>(warp, call, team);
+                else if (half.receives)
+                    low_latency_combine<float, kLines>(warp, call, team);
+                else
+                    low_latency_combine_send<float, kLines>(warp, call, team);
+            });
         }
-        heap.lines ? run_dispatch<true>(warp, fabric, half, part.dispatch, team)
-                   : run_dispatch<false>(warp, fabric, half, part.dispatch, team);
-    }
-
-    template <bool kLines, class Warp, class AnyFabric>
-    void run_dispatch(Warp& warp, AnyFabric& fabric, const Half& half,
-                      const LowLatencyDispatchArgs& args, const Team& team) {
-        if (!half.sends) {
-            low_latency_dispatch_receive<kLines>(warp, begun_call(fabric, args), team);
-        } else if (half.receives) {
-            fp8 ? low_latency_dispatch<true, kLines>(warp, next_call(fabric, args), team)
-                : low_latency_dispatch<false, kLines>(warp, next_call(fabric, args), team);
-        } else {
-            fp8 ? low_latency_dispatch_send<true, kLines>(warp, next_call(fabric, args), team)
-                : low_latency_dispatch_send<false, kLines>(warp, next_call(fabric, args), team);
-        }
-    }
-
-    template <bool kLines, class Warp, class AnyFabric>
-    void run_combine(Warp& warp, AnyFabric& fabric, const Half& half,
-                     const LowLatencyCombineArgs& args, const Team& team) {
-        if (!half.sends) {
-            low_latency_combine_receive<float, kLines>(warp, begun_call(fabric, args), team);
-        } else if (half.receives) {
-            low_latency_combine<float, kLines>(warp, next_call(fabric, args), team);
-        } else {
-            low_latency_combine_send<float, kLines>(warp, next_call(fabric, args), team);
-        }
+        with_call(part.dispatch, [&]<bool kLines>(const auto& call) {
+            const auto send = [&]<bool kFp8>() {
+                half.receives ? low_latency_dispatch<kFp8, kLines>(warp, call, team)
+                              : low_latency_dispatch_send<kFp8, kLines>(warp, call, team);
+            };
+            if (!half.sends)
+                low_latency_dispatch_receive<kLines>(warp, call, team);
+            else
+                fp8 ? send.template operator()<true>() : send.template operator()<false>();
+        });
     }
 
     // By one warp, between two launches.

@@ -16,15 +16,8 @@
 
 #include "launch/cuda/low_latency_kernels.h"
 #include "low_latency_programs.h"
-#if defined(OVER_NCCL)
-#include "nccl_ranks.h"
-#elif defined(OVER_NVSHMEM)
-#include "nvshmem_ranks.h"
-#elif defined(OVER_QUEUE)
-#include "queue_ranks.h"
-#else
-#include "p2p_ranks.h"
-#endif
+#include "programs.h"
+#include "ranks.h"
 
 namespace ep {
 namespace {
@@ -237,11 +230,7 @@ void run_program(uint64_t seed) {
                 }
             }
         }
-        if (program.errors() || program.wrong) {
-            std::fprintf(stderr, "seed %llu: wrong values\n",
-                         static_cast<unsigned long long>(seed));
-            std::exit(1);
-        }
+        if (program.errors() || program.wrong) simt::die("wrong values");
     }
     grid.check_reset_signals();
 }
@@ -399,31 +388,26 @@ void run_arrive(uint64_t seed) {
     if (last != 1) simt::die("not one warp is the last");
 }
 
+constexpr simt::Named kNamed[] = {
+    {"absent", run_absent, "an absent rank is reported"},
+    {"masked",
+     [] {
+         run_masked();
+         run_beaten();
+         run_told();
+         run_asked();
+     },
+     "an absent rank is masked"},
+    {"arrive",
+     [] {
+         for (uint64_t seed = 0; seed < 20; ++seed) run_arrive(seed);
+     },
+     "the last to arrive sees all"},
+};
+
 }  // namespace
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    if (argc == 2 && std::string(argv[1]) == "absent") {
-        ep::run_absent();
-        std::printf("an absent rank is reported\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "masked") {
-        ep::run_masked();
-        ep::run_beaten();
-        ep::run_told();
-        ep::run_asked();
-        std::printf("an absent rank is masked\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "arrive") {
-        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_arrive(seed);
-        std::printf("the last to arrive sees all\n");
-        return 0;
-    }
-    if (argc != 3) return 2;
-    const uint64_t first = std::strtoull(argv[1], nullptr, 10),
-                   end = std::strtoull(argv[2], nullptr, 10);
-    for (uint64_t seed = first; seed < end; ++seed) ep::run_program(seed);
-    std::printf("%llu programs\n", static_cast<unsigned long long>(end - first));
+    return simt::run_program(argc, argv, ep::kNamed, "programs", ep::run_program);
 }

@@ -2,16 +2,8 @@
 
 #include "simt.h"
 // after it
-#if defined(OVER_NCCL)
-#include "nccl_ranks.h"
-#elif defined(OVER_NVSHMEM)
-#include "nvshmem_ranks.h"
-#elif defined(OVER_QUEUE)
-#include "queue_ranks.h"
-#else
-#include "p2p_ranks.h"
-#endif
 #include "launch/cuda/fused_dispatch.h"
+#include "ranks.h"
 #include "summed_types.h"
 
 // Random calls of the normal mode, and the memory of all of their ranks on one machine. Between the
@@ -59,10 +51,6 @@ class Memory {
     char* data_;
 };
 
-inline size_t size_of(DType dtype) {
-    return dtype == DType::fp64 ? 8 : dtype == DType::fp32 ? 4 : 2;
-}
-
 struct Case {
     std::mt19937_64 random;
     Topology topology;
@@ -82,7 +70,7 @@ struct Case {
         const int topk = pick(1, std::min(6, experts));
         dtype = summed_type(pick(0, 3));
         const int hidden = std::vector<int>{8, 33, 64, 1, 520, 3584, 4100}[pick(0, 6)];
-        const int payload = hidden * static_cast<int>(size_of(dtype));
+        const int payload = hidden * size_of(dtype);
         format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};
         const size_t slot = format.slot_bytes();
         heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 9), Heap::kLine),
@@ -107,9 +95,22 @@ struct Case {
 
 // One rank's tensors for one side, host or GPU.
 struct Tensors {
-    Memory layout, dst_rows, rail, out, out_scales, out_weights, y, y_weights;
-    Memory sums{0}, source_tokens{0};
+    Memory dst_rows, rail, out, out_scales, out_weights, y, y_weights, sums, source_tokens;
 };
+
+// Of a rank that has so many tokens, and gets and passes on so many; rows: in its output.
+inline Tensors tensors_of(const Case& c, size_t tokens, size_t rows, size_t received, size_t rail) {
+    const size_t topk = c.format.topk, bytes = c.format.payload_bytes;
+    return {Memory(received * topk * sizeof(int32_t), 0x22),
+            Memory(rail * topk * sizeof(int32_t), 0x22),
+            Memory(rows * bytes, 0x33),
+            Memory(rows * c.format.scale_bytes, 0x33),
+            Memory(rows * (c.flat ? topk : 1) * c.format.weight_bytes, 0x33),
+            Memory(tokens * bytes, 0x44),
+            Memory(tokens * topk * c.format.weight_bytes, 0x44),
+            Memory((received + 1) * bytes, 0x22),
+            Memory(received * sizeof(int32_t), 0x22)};
+}
 
 struct Side {
     std::vector<Memory> heaps;
@@ -121,40 +122,14 @@ struct Inputs {
     Memory ids, x, scales, weights;
 };
 
-inline void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
-    auto number = [&] {
-        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 512;
-    };
+// With all the bits that a row's weight can have if the divisor is odd, so that products are
+// rounded.
+inline void fill(std::mt19937_64& random, const Memory& memory, DType dtype, int divisor = 512) {
     for (size_t i = 0; i < memory.bytes() / size_of(dtype); ++i) {
-        switch (dtype) {
-            case DType::bf16:
-                memory.as<uint16_t>()[i] = ptx::narrow_bf16(static_cast<float>(number()));
-                break;
-            case DType::fp16:
-                memory.as<uint16_t>()[i] =
-                    static_cast<uint16_t>(ptx::pack_fp16(static_cast<float>(number()), 0));
-                break;
-            case DType::fp32:
-                memory.as<float>()[i] = static_cast<float>(number());
-                break;
-            case DType::fp64:
-                memory.as<double>()[i] = number();
-                break;
-        }
-    }
-}
-
-// With all the bits that a weight can have, so that products are rounded.
-inline void fill_row_weights(std::mt19937_64& random, const Memory& memory, DType dtype) {
-    auto number = [&] {
-        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 3;
-    };
-    if (dtype == DType::fp64) {
-        for (size_t i = 0; i < memory.bytes() / sizeof(double); ++i)
-            memory.as<double>()[i] = number();
-    } else {
-        for (size_t i = 0; i < memory.bytes() / sizeof(float); ++i)
-            memory.as<float>()[i] = number();
+        const auto number = static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000);
+        as_stored(dtype, number / divisor, [&](auto stored) {
+            std::memcpy(memory.data() + i * sizeof(stored), &stored, sizeof(stored));
+        });
     }
 }
 
@@ -217,6 +192,12 @@ inline TransferArgs transfer_args(const Case& c, int rank, const Layout& layout,
                          rows};
     args.is_flat = c.flat;
     return args;
+}
+
+inline DispatchArgs dispatch_args(const TransferArgs& args, const Inputs& in, const Tensors& t,
+                                  bool has_intra_rank_pass = false) {
+    return {args,         in.x.data(),         in.scales.data(),     in.weights.data(),
+            t.out.data(), t.out_scales.data(), t.out_weights.data(), has_intra_rank_pass};
 }
 
 inline FusedDispatchArgs fused_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {

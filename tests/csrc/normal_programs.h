@@ -15,7 +15,6 @@
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
 #include "fabric/shared_memory.h"
-#include "half.h"
 #include "launch/host/roles.h"
 #include "random_moves.h"
 #include "summed_types.h"
@@ -222,25 +221,11 @@ struct NormalProgram {
         }
     }
 
-    static int size_of(DType dtype) {
-        return dtype == DType::fp64 ? 8 : dtype == DType::fp32 ? 4 : 2;
-    }
     static void append(std::vector<char>& bytes, DType dtype, double value) {
-        auto add = [&](auto number) {
+        as_stored(dtype, value, [&](auto number) {
             const auto raw = std::bit_cast<std::array<char, sizeof(number)>>(number);
             bytes.insert(bytes.end(), raw.begin(), raw.end());
-        };
-        switch (dtype) {
-            case DType::bf16:
-                return add(static_cast<uint16_t>(
-                    std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
-            case DType::fp16:
-                return add(static_cast<Half>(value));
-            case DType::fp32:
-                return add(static_cast<float>(value));
-            case DType::fp64:
-                return add(value);
-        }
+        });
     }
     // What the elements, and the bytes beside a row, are: different for most rows and calls.
     int number(const Row& row, int i) const {

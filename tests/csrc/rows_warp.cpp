@@ -12,6 +12,7 @@
 #include "exec/device/shared_memory.h"
 #include "exec/host/fibers.h"
 #include "exec/host/host_warp.h"
+#include "programs.h"
 
 namespace ep {
 namespace {
@@ -182,10 +183,7 @@ void run_sequence(uint64_t seed) {
                                           kRowBytes);  // for nothing, as before a failure
     });
     ptx::end_of_launch();
-    if (std::memcmp(ours.rows, expected.rows, kOps * 32 * kRowBytes) != 0) {
-        std::fprintf(stderr, "seed %llu: other rows\n", static_cast<unsigned long long>(seed));
-        std::exit(1);
-    }
+    if (std::memcmp(ours.rows, expected.rows, kOps * 32 * kRowBytes) != 0) simt::die("other rows");
 }
 
 // What the GPU's quotients become is what the host's become: of any block, and all that is in it
@@ -210,10 +208,7 @@ void check_quotients() {
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    if (argc != 3) return 2;
-    const uint64_t first = std::strtoull(argv[1], nullptr, 10),
-                   end = std::strtoull(argv[2], nullptr, 10);
-    ep::check_quotients();
-    for (uint64_t seed = first; seed < end; ++seed) ep::run_sequence(seed);
-    std::printf("%llu sequences\n", static_cast<unsigned long long>(end - first));
+    constexpr simt::Named kNamed[] = {
+        {"quotients", ep::check_quotients, "a GPU's quotients become what the host's become"}};
+    return simt::run_program(argc, argv, kNamed, "sequences", ep::run_sequence);
 }

@@ -28,15 +28,19 @@ constexpr int kChannels = 2;
 constexpr size_t kHeapBytes = 1 << 20, kFlags = 0, kCredits = 128, kData = 4096;
 
 struct SpinningWarp {
-    static constexpr bool kWakes = true;  // the network's thread, after it has rung
+    bool relaxes_bells = false;  // for the network what it publishes is not released
 
     template <Scope>
     static uint64_t acquire(uint64_t* word) {
         return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
     }
-    template <Scope>
+    template <Scope scope>
     void publish(uint64_t* word, uint64_t value) {
-        std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_release);
+        const std::atomic_ref<uint64_t> flag(*word);
+        if (scope == Scope::System && relaxes_bells)
+            flag.store(value, std::memory_order_relaxed);
+        else
+            flag.store(value, std::memory_order_release);
     }
     template <Scope>
     uint64_t arrive(uint64_t* word) {
@@ -58,60 +62,67 @@ struct SpinningWarp {
     }
 };
 
-struct TestRank {
-    alignas(128) std::array<char, kHeapBytes> heap{};
-    std::array<ControlBlock, 2> controls{};
-    std::unique_ptr<SoftwareNic> nic;
-    std::shared_ptr<SoftwareNic::Port> port;
-    bool is_direct;
-
-    explicit TestRank(int rank, const std::shared_ptr<verbs::Card>& card = nullptr,
-                      const SoftwareNic::Cards& more = {})
-        : is_direct(card && card->is_direct()) {
-        SoftwareNic::Cards cards = more;
-        if (card) cards.insert(cards.begin(), card);
-        nic = std::make_unique<SoftwareNic>(
-            rank, std::vector<ControlBlock*>{&controls[0], &controls[1]}, std::move(cards));
-        std::vector<char*> heaps(2, nullptr);
-        heaps[rank] = heap.data();
-        port = nic->open(heaps, kHeapBytes, kChannels);
-    }
-    uint64_t flag(size_t offset) {
-        return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(heap.data() + offset))
-            .load(std::memory_order_acquire);
-    }
-    // Why the connection to the other rank broke, once the card has stopped; "" if it did not.
-    std::string lost(int rank) const {
-        const Reason& reason = controls[rank].reason;
-        return {reason.text, reason.bytes};
-    }
-};
-
 inline void require(bool ok, const std::string& what) {
     if (!ok) throw std::runtime_error(what);
 }
 
-// Until the rank's waits have ended, because of rank 1.
-inline void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* otherwise) {
-    const auto aborted = [&](int) {
-        const uint64_t word =
-            std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
-        return WaitCondition{word, 1, 1};
-    };
-    require(warp.wait_all(Wait::None, 1, aborted), otherwise);
+inline uint64_t load(const uint64_t& word) {
+    return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
+}
+
+// Until value() is at least so high.
+template <class F>
+void await(F&& value, uint64_t least, const std::string& otherwise) {
+    const auto need = [&](int) { return WaitCondition{value(), least, 1}; };
+    require(SpinningWarp().wait_all(Wait::None, 1, need), otherwise);
+}
+
+inline void post_write(const SendQueue& queue, size_t dst, size_t src, uint32_t bytes) {
+    SpinningWarp warp;
+    require(queue.post_write(warp, 1, dst, src, bytes), "no room for a write");
+}
+inline void post_add(const SendQueue& queue, size_t flag, uint64_t increment = 1) {
+    SpinningWarp warp;
+    require(queue.post_add(warp, 1, flag, increment), "no room for an addition");
+}
+
+struct TestRank {
+    alignas(128) std::array<char, kHeapBytes> heap{};
+    std::array<ControlBlock, 2> controls{};
+    int rank;
+    SoftwareNic nic;
+    std::shared_ptr<SoftwareNic::Port> port;
+
+    explicit TestRank(int number, const SoftwareNic::Cards& cards = {})
+        : rank(number),
+          nic(number, {&controls[0], &controls[1]}, cards),
+          port(open(heap.data(), kHeapBytes, kChannels)) {}
+
+    std::shared_ptr<SoftwareNic::Port> open(char* memory, size_t bytes, int channels) {
+        std::vector<char*> heaps(2, nullptr);
+        heaps[rank] = memory;
+        return nic.open(heaps, bytes, channels);
+    }
+    // To the other rank.
+    SendQueue puts(int channel = 0) const { return port->queues().puts(channel, 1 - rank); }
+    SendQueue credits(int channel) const { return port->queues().credits(channel, 1 - rank); }
+
+    uint64_t flag(size_t offset) const {
+        return load(reinterpret_cast<const uint64_t&>(heap[offset]));
+    }
+    // Why the connection to the other rank broke, once the card has stopped; "" if it did not.
+    std::string lost() const {
+        const Reason& reason = controls[1 - rank].reason;
+        return {reason.text, reason.bytes};
+    }
+};
+
+// Until the waits of rank 0 have ended, because of rank 1.
+inline void wait_until_lost(const TestRank& rank, const char* otherwise) {
+    await([&] { return load(rank.controls[0].abort); }, 1, otherwise);
     require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
                 ControlBlock::rank_of(rank.controls[0].abort) == 1,
             "somebody else is to blame");
-}
-
-// Until rank 1 has heard from rank 0 that their connection broke.
-inline void wait_until_told(SpinningWarp& warp, TestRank& rank) {
-    const auto word = [&] {
-        return std::atomic_ref<uint64_t>(rank.controls[1].abort).load(std::memory_order_acquire);
-    };
-    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{word(), 1, 0}; }),
-            "the other rank is not told of a loss");
-    require(word() == ControlBlock::abort_word(Outcome::Lost, 1), "it is told something else");
 }
 
 // What no rank sends ends the connection. pair: of a rank that has a card.
@@ -119,12 +130,11 @@ using QueuePairOf = std::shared_ptr<verbs::QueuePair>;
 inline void require_refused(TestRank& rank, const Frame& frame, const QueuePairOf& pair = {}) {
     int sockets[2];
     require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    rank.nic->start({-1, sockets[0]}, {nullptr, pair});
+    rank.nic.start({-1, sockets[0]}, {nullptr, pair});
     require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
-    SpinningWarp warp;
-    wait_until_lost(warp, rank, "garbage was taken");
-    rank.nic->stop(std::chrono::seconds(0));
-    require(rank.lost(1) == "it sent what no rank sends", rank.lost(1));
+    wait_until_lost(rank, "garbage was taken");
+    rank.nic.stop(std::chrono::seconds(0));
+    require(rank.lost() == "it sent what no rank sends", rank.lost());
     close(sockets[1]);
 }
 
@@ -191,41 +201,63 @@ class Wire {
     std::jthread thread_;
 };
 
-// Of two ranks; null: none.
-struct Cards {
-    std::shared_ptr<verbs::Card> a, b;
-};
+// Of two ranks.
+using Cards = std::array<SoftwareNic::Cards, 2>;
 
-// So many pairs of queue pairs that are connected: those of a, and those of b.
+// A pair of queue pairs that are connected, unless ranks post in the cards' queues by themselves.
 inline std::array<QueuePairOf, 2> connected_pairs(const Cards& cards) {
-    if (!cards.a || cards.a->is_direct()) return {};
-    std::array<QueuePairOf, 2> pairs{std::make_shared<verbs::QueuePair>(cards.a),
-                                     std::make_shared<verbs::QueuePair>(cards.b)};
+    if (cards[0].empty() || cards[0][0]->is_direct()) return {};
+    std::array<QueuePairOf, 2> pairs{std::make_shared<verbs::QueuePair>(cards[0][0]),
+                                     std::make_shared<verbs::QueuePair>(cards[1][0])};
     for (const int side : {0, 1}) pairs[side]->connect(pairs[1 - side]->address());
     return pairs;
 }
 
-// Ranks that post in their cards' queues by themselves, before they start, and after they have
-// opened a port.
-inline void join(TestRank& a, TestRank& b) {
-    if (!a.is_direct) return;
-    const std::string of_a = a.nic->invite(1), of_b = b.nic->invite(0);
-    a.nic->join(1, of_b);
-    b.nic->join(0, of_a);
+// Ranks 0 and 1, if they post in their cards' queues by themselves: before they start, and after
+// they have opened a port.
+inline void join(SoftwareNic& a, SoftwareNic& b) {
+    if (!a.is_direct()) return;
+    const std::string of_a = a.invite(1), of_b = b.invite(0);
+    a.join(1, of_b);
+    b.join(0, of_a);
 }
 
+struct TwoRanks {
+    explicit TwoRanks(const Cards& with = {}, std::optional<uint64_t> seed = std::nullopt)
+        : cards(with), a(0, cards[0]), b(1, cards[1]) {
+        start(seed);
+    }
+    void start(std::optional<uint64_t> seed = std::nullopt) {
+        wire.emplace(seed);
+        const auto pairs = connected_pairs(cards);
+        join(a.nic, b.nic);
+        a.nic.start({-1, wire->end(0)}, {nullptr, pairs[0]});
+        b.nic.start({wire->end(1), -1}, {pairs[1], nullptr});
+    }
+    // When all is carried out; nothing was lost.
+    void stop() {
+        std::jthread other([&] { a.nic.stop(std::chrono::seconds(5)); });
+        b.nic.stop(std::chrono::seconds(5));
+        other.join();
+        require(a.lost().empty() && b.lost().empty(), a.lost() + b.lost());
+    }
+    // Before all is.
+    void stop_at_once() {
+        a.nic.stop(std::chrono::seconds(0));
+        b.nic.stop(std::chrono::seconds(0));
+    }
+
+    Cards cards;
+    TestRank a, b;
+    std::optional<Wire> wire;
+};
+
 // `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
-// each that was read. Producer: the warp that puts.
-template <class Producer = SpinningWarp>
-void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
-                const Cards& cards = {}) {
-    auto a = std::make_unique<TestRank>(0, cards.a);
-    auto b = std::make_unique<TestRank>(1, cards.b);
-    const Wire wire(seed);
-    const auto pairs = connected_pairs(cards);
-    join(*a, *b);
-    a->nic->start({-1, wire.end(0)}, {nullptr, pairs[0]});
-    b->nic->start({wire.end(1), -1}, {pairs[1], nullptr});
+// each that was read. relaxed: bells are.
+inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
+                       const Cards& cards = {}, bool relaxed = false) {
+    TwoRanks ranks(cards, seed);
+    TestRank &a = ranks.a, &b = ranks.b;
     constexpr uint64_t kAhead = 4;
     constexpr size_t kMaxBytes = 100'000;
     const auto bytes_of = [&](uint64_t round) {
@@ -238,55 +270,42 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
     const auto value_of = [](uint64_t round, int channel, size_t at) {  // of each word another one
         return (kChannels * round + channel) | uint64_t{at} << 32;
     };
+    const auto for_puts = [&](auto&& f) {  // f(round, channel, the slot, its bytes)
+        for (uint64_t round = 0; round < rounds; ++round) {
+            for (int channel = 0; channel < kChannels; ++channel)
+                f(round, channel, slot_of(round, channel), bytes_of(round));
+        }
+    };
     std::jthread producer([&] {
-        Producer warp;
-        for (uint64_t i = 0; i < kChannels * rounds; ++i) {
-            const uint64_t round = i / kChannels;
-            const int channel = static_cast<int>(i % kChannels);
-            auto puts = a->port->queues().puts(channel, 1);
-            if (!Producer::kWakes) puts.sleeper = nullptr;
-            require(warp.wait_all(Wait::RdmaCredit, 1,
-                                  [&](int) {
-                                      return WaitCondition{a->flag(kCredits + 8 * channel) + kAhead,
-                                                           round + 1, 1};
-                                  }),
-                    "no credit came");
-            const size_t slot = slot_of(round, channel), bytes = bytes_of(round);
+        SpinningWarp warp{relaxed};
+        for_puts([&](uint64_t round, int channel, size_t slot, size_t bytes) {
+            auto puts = a.puts(channel);
+            if (relaxed) puts.sleeper = nullptr;  // to wake the thread orders what was before it
+            await([&] { return a.flag(kCredits + 8 * channel) + kAhead; }, round + 1,
+                  "no credit came");
             for (size_t at = 0; at < bytes; at += 8) {
                 const uint64_t value = value_of(round, channel, at);
-                std::memcpy(&a->heap[slot + at], &value, 8);
+                std::memcpy(&a.heap[slot + at], &value, 8);
             }
             require(puts.post_write(warp, 1, slot, slot, static_cast<uint32_t>(bytes)) &&
                         puts.post_add(warp, 1, kFlags + 8 * channel, 1),
                     "no room");
-        }
+        });
     });
-    SpinningWarp warp;
-    for (uint64_t i = 0; i < kChannels * rounds; ++i) {
-        const uint64_t round = i / kChannels;
-        const int channel = static_cast<int>(i % kChannels);
-        require(warp.wait_all(Wait::RdmaRow, 1,
-                              [&](int) {
-                                  return WaitCondition{b->flag(kFlags + 8 * channel), round + 1, 0};
-                              }),
-                "no signal came");
-        const size_t slot = slot_of(round, channel);
-        for (size_t at = 0; at < bytes_of(round); at += 8) {
+    for_puts([&](uint64_t round, int channel, size_t slot, size_t bytes) {
+        await([&] { return b.flag(kFlags + 8 * channel); }, round + 1, "no signal came");
+        for (size_t at = 0; at < bytes; at += 8) {
             uint64_t value;
-            std::memcpy(&value, &b->heap[slot + at], 8);
+            std::memcpy(&value, &b.heap[slot + at], 8);
             require(value == value_of(round, channel, at), "a signal was seen before its row");
         }
-        const auto credits = b->port->queues().credits(channel, 0);
-        require(credits.post_add(warp, 0, kCredits + 8 * channel, 1), "no room for a credit");
-    }
+        post_add(b.credits(channel), kCredits + 8 * channel);
+    });
     producer.join();
     for (int channel = 0; channel < kChannels; ++channel)
-        require(b->flag(kFlags + 8 * channel) == rounds, "more or less than was sent");
-    require(a->controls[0].abort == 0, "a wait was ended");
-    std::jthread other([&] { a->nic->stop(std::chrono::seconds(5)); });
-    b->nic->stop(std::chrono::seconds(5));
-    other.join();
-    require(a->lost(1).empty() && b->lost(0).empty(), a->lost(1) + b->lost(0));
+        require(b.flag(kFlags + 8 * channel) == rounds, "more or less than was sent");
+    require(a.controls[0].abort == 0, "a wait was ended");
+    ranks.stop();
 }
 
 }  // namespace ep

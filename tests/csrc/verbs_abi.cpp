@@ -9,11 +9,13 @@
 #if __has_include(<infiniband/verbs.h>)
 #include <infiniband/verbs.h>
 
-#define SAME_SIZE(ours, theirs) static_assert(sizeof(ep::verbs::ours) == sizeof(theirs))
-#define SAME_PLACE(ours, field, theirs, their_field)                                   \
-    static_assert(offsetof(ep::verbs::ours, field) == offsetof(theirs, their_field) && \
-                  sizeof(ep::verbs::ours::field) == sizeof(theirs::their_field))
-#define SAME_NUMBER(ours, theirs) static_assert(ep::verbs::ours == static_cast<unsigned>(theirs))
+using namespace ep;
+using namespace ep::verbs;
+#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
+#define SAME_PLACE(ours, field, theirs, their_field)                        \
+    static_assert(offsetof(ours, field) == offsetof(theirs, their_field) && \
+                  sizeof(ours::field) == sizeof(theirs::their_field))
+#define SAME_NUMBER(ours, theirs) static_assert(ours == static_cast<unsigned>(theirs))
 
 SAME_SIZE(Gid, ibv_gid);
 SAME_SIZE(GidEntry, ibv_gid_entry);
@@ -149,6 +151,7 @@ SAME_NUMBER(kQpDestination, IBV_QP_DEST_QPN);
 #if __has_include(<infiniband/mlx5dv.h>)
 #include <infiniband/mlx5dv.h>
 
+#include "fabric/queue/entry.h"
 #include "fabric/verbs/mlx5.h"
 
 SAME_SIZE(CqInitAttr, ibv_cq_init_attr_ex);
@@ -190,6 +193,44 @@ SAME_NUMBER(kMlx5RemoteAccess, MLX5_CQE_SYNDROME_REMOTE_ACCESS_ERR);
 SAME_NUMBER(kMlx5RemoteOperation, MLX5_CQE_SYNDROME_REMOTE_OP_ERR);
 SAME_NUMBER(kMlx5RetriesExceeded, MLX5_CQE_SYNDROME_TRANSPORT_RETRY_EXC_ERR);
 SAME_NUMBER(kMlx5ReceiverNotReady, MLX5_CQE_SYNDROME_RNR_RETRY_EXC_ERR);
+
+static_assert(sizeof(SendEntry) == MLX5_SEND_WQE_BB);
+SAME_SIZE(SendEntry::Control, mlx5_wqe_ctrl_seg);
+SAME_PLACE(SendEntry::Control, index_and_opcode, mlx5_wqe_ctrl_seg, opmod_idx_opcode);
+SAME_PLACE(SendEntry::Control, queue_and_size, mlx5_wqe_ctrl_seg, qpn_ds);
+SAME_PLACE(SendEntry::Control, signature, mlx5_wqe_ctrl_seg, signature);
+SAME_PLACE(SendEntry::Control, flags, mlx5_wqe_ctrl_seg, fm_ce_se);
+SAME_PLACE(SendEntry::Control, immediate, mlx5_wqe_ctrl_seg, imm);
+SAME_SIZE(SendEntry::Remote, mlx5_wqe_raddr_seg);
+SAME_PLACE(SendEntry::Remote, address, mlx5_wqe_raddr_seg, raddr);
+SAME_PLACE(SendEntry::Remote, key, mlx5_wqe_raddr_seg, rkey);
+SAME_SIZE(SendEntry::Local, mlx5_wqe_data_seg);
+SAME_PLACE(SendEntry::Local, bytes, mlx5_wqe_data_seg, byte_count);
+SAME_PLACE(SendEntry::Local, key, mlx5_wqe_data_seg, lkey);
+SAME_PLACE(SendEntry::Local, address, mlx5_wqe_data_seg, addr);
+SAME_SIZE(SendEntry::Atomic, mlx5_wqe_atomic_seg);
+SAME_PLACE(SendEntry::Atomic, increment, mlx5_wqe_atomic_seg, swap_add);
+SAME_PLACE(SendEntry::Atomic, compare, mlx5_wqe_atomic_seg, compare);
+SAME_NUMBER(SendEntry::kWrite, MLX5_OPCODE_RDMA_WRITE);
+SAME_NUMBER(SendEntry::kFetchAdd, MLX5_OPCODE_ATOMIC_FA);
+SAME_NUMBER(SendEntry::kReportCompletion, MLX5_WQE_CTRL_CQ_UPDATE);
+SAME_SIZE(Completion, mlx5_cqe64);
+SAME_PLACE(Completion, opcode_and_queue, mlx5_cqe64, sop_drop_qpn);
+SAME_PLACE(Completion, entry, mlx5_cqe64, wqe_counter);
+SAME_PLACE(Completion, signature, mlx5_cqe64, signature);
+SAME_PLACE(Completion, kind, mlx5_cqe64, op_own);
+SAME_SIZE(Completion, mlx5_err_cqe);
+SAME_PLACE(Completion, vendor_syndrome, mlx5_err_cqe, vendor_err_synd);
+SAME_PLACE(Completion, syndrome, mlx5_err_cqe, syndrome);
+SAME_PLACE(Completion, opcode_and_queue, mlx5_err_cqe, s_wqe_opcode_qpn);
+SAME_PLACE(Completion, entry, mlx5_err_cqe, wqe_counter);
+SAME_PLACE(Completion, kind, mlx5_err_cqe, op_own);
+SAME_NUMBER(Completion::kDone, MLX5_CQE_REQ);
+SAME_NUMBER(Completion::kRequestError, MLX5_CQE_REQ_ERR);
+SAME_NUMBER(Completion::kResponseError, MLX5_CQE_RESP_ERR);
+SAME_NUMBER(Completion::kNothingYet, MLX5_CQE_INVALID);
+static_assert(offsetof(DoorbellRecord, receive) == MLX5_RCV_DBR * sizeof(uint32_t));
+static_assert(offsetof(DoorbellRecord, send) == MLX5_SND_DBR * sizeof(uint32_t));
 #endif
 
 int main() { std::puts("as the library has it"); }

@@ -2,7 +2,8 @@
 
 from mutants_table.mutant import BULK, KERNELS, LL, ROWS, WARP, Mutant, changed
 
-QUANTIZE = "exec/device/quantize.h"
+QUANTIZE, WARP_TEAM = "exec/device/quantize.h", "router/warp_team.h"
+ROUTER = ("router",)
 LETS_COME = """if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
                 ptx::launch_dependents();"""
 POINTS = (
@@ -126,5 +127,14 @@ MUTANTS = [
         "if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
+    ),
+    # ---- the gate's warp
+    Mutant("router each: lanes do not meet", WARP_TEAM, "f(i);\n        «__syncwarp();»", programs=ROUTER),
+    Mutant("router once: lanes do not meet", WARP_TEAM, "f();\n        «__syncwarp();»", programs=ROUTER),
+    Mutant(
+        "router take_top: lanes do not meet",
+        WARP_TEAM,
+        "f(rank, winner);\n        }\n        «__syncwarp();»",
+        programs=ROUTER,
     ),
 ]

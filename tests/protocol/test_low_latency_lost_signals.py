@@ -1,5 +1,5 @@
 """The low-latency mode over a network that loses a signal. Random programs over one that delays and reorders are in
-tests/csrc/low_latency_schedules.cpp."""
+tests/csrc/fuzz.cpp."""
 
 import pytest
 import torch

@@ -12,14 +12,12 @@
 
 namespace ep {
 
-// A warp on the host: its lanes run one after the other, and its waits go to the executor. A test
-// can weaken the order of publish to see the data race reported.
-template <std::memory_order kPublish = std::memory_order_release>
-class BasicHostWarp : public SerialLanes {
+// A warp on the host: its lanes run one after the other, and its waits go to the executor.
+class HostWarp : public SerialLanes {
   public:
     static constexpr int kLanesAtOnce = 1;
 
-    BasicHostWarp(Executor& executor, const RankState& rank, Role role, int channel)
+    HostWarp(Executor& executor, const RankState& rank, Role role, int channel)
         : executor_(executor), rank_(rank), role_(role), channel_(channel) {}
 
     template <class F>
@@ -131,7 +129,7 @@ class BasicHostWarp : public SerialLanes {
 
     template <Scope scope>
     void publish(uint64_t* flag, uint64_t value) {
-        std::atomic_ref<uint64_t>(*flag).store(value, kPublish);
+        std::atomic_ref<uint64_t>(*flag).store(value, std::memory_order_release);
     }
 
     template <Scope scope, class F>
@@ -188,8 +186,8 @@ class BasicHostWarp : public SerialLanes {
 
     template <Scope scope>
     static void compare_exchange(uint64_t* word, uint64_t from, uint64_t to) {
-        std::atomic_ref<uint64_t>(*word).compare_exchange_strong(from, to, kPublish,
-                                                                 std::memory_order_relaxed);
+        std::atomic_ref<uint64_t>(*word).compare_exchange_strong(
+            from, to, std::memory_order_release, std::memory_order_relaxed);
     }
 
     static void store_word(uint64_t* word, uint64_t value) {
@@ -369,7 +367,6 @@ class BasicHostWarp : public SerialLanes {
     Clock::time_point began_ = Clock::now();
 };
 
-using HostWarp = BasicHostWarp<>;
 static_assert(LinesWarpLike<HostWarp>);
 
 }  // namespace ep

@@ -2,25 +2,15 @@
 
 #include "fabric/nccl/nccl_fabric.h"
 #include "launch/nccl/reset_signals.h"
+#include "rank_params.h"
 #include "simt.h"
 
 namespace ep {
 
-// Every rank has parameters of its own: in a grid of all ranks they travel together.
-class RankFabric;
-struct RankFabricParams {
-    using Fabric = RankFabric;
-    NcclFabricParams ranks[9];
-};
-class RankFabric : public NcclFabric {
-  public:
-    RankFabric(const RankFabricParams& params, int rank) : NcclFabric(params.ranks[rank], rank) {}
-};
-
 // The ranks of a grid, over NCCL's interface.
 class Ranks {
   public:
-    using Params = RankFabricParams;
+    using Params = RankParams<NcclFabricParams>;
     static constexpr bool kOverHost = false;
 
     template <class AnyHeap>
@@ -45,8 +35,7 @@ class Ranks {
                    &absent_[rank],
                    nullptr,
                    {}};
-            for (int local = 0; local < topology.ranks_per_node; ++local)
-                own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
+            map_node(own, topology, heaps, rank);
         }
     }
     const Params& params() const { return *params_; }

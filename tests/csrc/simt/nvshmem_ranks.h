@@ -5,26 +5,15 @@
 #include "core/heap.h"
 #include "core/low_latency_heap.h"
 #include "fabric/nvshmem/nvshmem_fabric.h"
+#include "rank_params.h"
 
 namespace ep {
-
-// Every rank has parameters of its own: in a grid of all ranks they travel together.
-class RankFabric;
-struct RankFabricParams {
-    using Fabric = RankFabric;
-    NvshmemFabricParams ranks[9];
-};
-class RankFabric : public NvshmemFabric {
-  public:
-    RankFabric(const RankFabricParams& params, int rank)
-        : NvshmemFabric(params.ranks[rank], rank) {}
-};
 
 // The ranks of a grid, over NVSHMEM's interface: with IBGDA or without it, as the seed has it. In
 // the normal mode each warp speaks for itself, so it is tried with queue pairs of warps.
 class Ranks {
   public:
-    using Params = RankFabricParams;
+    using Params = RankParams<NvshmemFabricParams>;
     static constexpr bool kOverHost = false;
 
     template <class AnyHeap>
@@ -38,8 +27,7 @@ class Ranks {
         for (int rank = 0; rank < topology.world(); ++rank) {
             NvshmemFabricParams& own = params_->ranks[rank];
             own = {topology, heaps[rank], {}, seed % 3 == 0};
-            for (int local = 0; local < topology.ranks_per_node; ++local)
-                own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
+            map_node(own, topology, heaps, rank);
         }
         simt::nvshmem = &library_;
         simt::background = [this] { library_.step(); };

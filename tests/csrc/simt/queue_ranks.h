@@ -9,27 +9,17 @@
 #include "fabric/queue/queue_fabric.h"
 #include "order.h"
 #include "queue_cards.h"
+#include "rank_params.h"
 #include "simt.h"
 
 namespace ep {
-
-// Every rank has parameters of its own: in a grid of all ranks they travel together.
-class RankFabric;
-struct RankFabricParams {
-    using Fabric = RankFabric;
-    QueueFabricParams ranks[9];
-};
-class RankFabric : public QueueFabric {
-  public:
-    RankFabric(const RankFabricParams& params, int rank) : QueueFabric(params.ranks[rank], rank) {}
-};
 
 // The ranks of a grid, over send queues of small depths, whose network reaches other memory than
 // their heaps: what carries them out looks at their doorbells, or, as the seed has it, is a card
 // that has a bell.
 class Ranks {
   public:
-    using Params = RankFabricParams;
+    using Params = RankParams<QueueFabricParams>;
     using Queues = simt::QueueCards::Queues;
     static constexpr bool kOverHost = true;
 
@@ -56,8 +46,7 @@ class Ranks {
             own.network_bytes = bytes;
             if (seed / 3 % 2) queues.back().cards = take_card(queues.back());
             own.queues = queues.back();
-            for (int local = 0; local < topology.ranks_per_node; ++local)
-                own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
+            map_node(own, topology, heaps, rank);
         }
         cards_ = std::make_unique<simt::QueueCards>(queues, regions, bytes, seed);
         simt::background = [this] { cards_->step(); };

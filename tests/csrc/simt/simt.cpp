@@ -69,8 +69,8 @@ void prepare(Lane& lane, char* stack) {
 }  // namespace
 
 void die(const char* what) {
-    std::fprintf(stderr, "%s (block %u, thread %u)\n", what, current ? current->block : 0,
-                 current ? current->thread : 0);
+    std::fprintf(stderr, "%s (seed %lu, block %u, thread %u)\n", what, seed,
+                 current ? current->block : 0, current ? current->thread : 0);
     std::exit(1);
 }
 

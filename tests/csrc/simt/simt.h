@@ -21,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -43,6 +44,8 @@ struct Index {
     unsigned x;
 };
 
+// Of what runs now, for die.
+inline uint64_t seed = 0;
 [[noreturn]] void die(const char* what);
 
 // Runs kernel() once for each thread of the grid, until all have returned. A rank has as many of
@@ -79,7 +82,7 @@ char* block_memory();  // shared memory of the current block
 
 // The 32 values that the lanes of the current warp bring to their next collective, which must be of
 // the same kind; until it meets the one after.
-enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
+enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Reduce };
 const std::array<uint64_t, 32>& exchange(Kind kind, uint64_t value);
 
 bool in_lane();         // a thread of the grid is running
@@ -150,12 +153,22 @@ inline unsigned __match_any_sync(unsigned, int value) {
         mask |= static_cast<unsigned>(values[i] == simt::to_word(value)) << i;
     return mask;
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned value) {
-    unsigned all = 0;
-    for (const uint64_t other : simt::exchange(simt::Kind::Or, value))
-        all |= static_cast<unsigned>(other);
-    return all;
+template <class T, class F>
+T reduce(T value, F&& join) {
+    const auto& values = simt::exchange(simt::Kind::Reduce, simt::to_word(value));
+    return std::accumulate(
+        values.begin() + 1, values.end(), simt::from_word<T>(values[0]),
+        [&](T all, uint64_t other) { return join(all, simt::from_word<T>(other)); });
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) { return reduce(value, std::bit_or()); }
+inline int __reduce_add_sync(unsigned, int value) { return reduce(value, std::plus()); }
+inline int __reduce_max_sync(unsigned, int value) {
+    return reduce(value, [](int a, int b) { return std::max(a, b); });
+}
+inline int __reduce_min_sync(unsigned, int value) {
+    return reduce(value, [](int a, int b) { return std::min(a, b); });
+}
+inline void atomicAdd(unsigned long long* counter, unsigned long long value) { *counter += value; }
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
