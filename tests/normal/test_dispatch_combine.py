@@ -120,8 +120,8 @@ def test_many_calls_on_one_buffer(seed, device, lines):
 @pytest.mark.parametrize("seed", a_third(range(8)))
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, capacity, device, used_memory):
-    case = Case(4000 + seed, max_tokens=60, device=device)
+def test_max_recv_tokens(seed, share, slack, capacity, device, lines, used_memory):
+    case = Case(4000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows that no token fills are zeros
@@ -177,8 +177,8 @@ def test_max_recv_tokens_leaves_out_whole_tokens(lines):
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
-def test_expert_capacity(seed, device):
-    case = Case(5000 + seed, max_tokens=60, device=device)
+def test_expert_capacity(seed, device, lines):
+    case = Case(5000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
