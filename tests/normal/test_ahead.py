@@ -53,6 +53,7 @@ def round_trip(buffers, x, ids, weights, **options):
         rows = ep.dispatch([leaf], [ids[rank]], [weights[rank]], buffer=buffer, **options)
         (out,), (out_probs,) = rows.x, rows.probs
         assert torch.equal(out, expected[rank]) and torch.equal(out_probs, probs[rank])
+        assert not rows.overflow[0].any()
         assert counts is None or torch.equal(rows.tokens_per_expert[0], counts[rank])
         assert out._base is None and out.is_contiguous()
         assert out.untyped_storage().nbytes() / (4 * HIDDEN) <= len(out) / (1 - 1 / 8) + 128

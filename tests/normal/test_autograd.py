@@ -34,7 +34,7 @@ def test_gradcheck_through_experts(nodes, ranks_per_node, device, lines):
             return *ep.combine(applied, rows.handle), *ep.combine(out, rows.handle, rows.probs)
 
         assert gradcheck(layer, (*x, *w))
-        if world == 2:
+        if world == 2 and device == "cpu":
             assert gradgradcheck(layer, (*x, *w))
 
 
