@@ -120,12 +120,13 @@ const char* run_low_latency(LowLatencyProgram& program, AnyNetwork& network,
     std::vector<uint64_t> finished;
     // after a second replay nobody could tell what the first has left
     const int replays = fault.kind == Fault::Kind::None ? 3 : 1;
-    FaultyExecutor(seed, &network, fault).run(program.tasks<HostWarp>(replays, finished, fabrics));
+    FaultyExecutor(seed, &network, fault)
+        .run(program.tasks<HesitantWarp>(replays, finished, fabrics));
     end_stalled(program.states);
     if (program.errors(finished)) return "wrong values";
     if (!program.aborted()) return program.errors() ? "an unfinished call" : nullptr;
     if (const char* wrong = reset(program, network, fault)) return wrong;
-    SeededExecutor(seed + 1, &network).run(program.tasks<HostWarp>(3, finished, fabrics));
+    SeededExecutor(seed + 1, &network).run(program.tasks<HesitantWarp>(3, finished, fabrics));
     return program.errors() || program.aborted() ? "wrong after a reset" : nullptr;
 }
 
@@ -199,7 +200,7 @@ const char* run_halves(uint64_t seed) {
     LowLatencyProgram program(seed, &network, kUnderWay, LowLatencyProgram::Sizes::OfWarps, false,
                               seed % 2);
     std::vector<uint64_t> finished;
-    SeededExecutor(seed, &network).run(program.tasks<HostWarp>(3, finished));
+    SeededExecutor(seed, &network).run(program.tasks<HesitantWarp>(3, finished));
     if (program.aborted()) return "aborted";
     return program.errors() ? "wrong values" : nullptr;
 }

@@ -62,13 +62,15 @@ class LateNetwork : public SimulatedNetwork {
     bool late_;
 };
 
-// Others may come between any two of its steps, and a rank that stops may stop at any.
+// Where a rank may stop others may come between any two of its steps, and it may stop at any.
 class HesitantWarp : public HostWarp {
     using Base = HostWarp;
 
   public:
     HesitantWarp(Executor& executor, const RankState& rank, Role role, int channel)
-        : Base(executor, rank, role, channel), executor_(executor), rank_(rank) {}
+        : Base(executor, rank, role, channel),
+          executor_(dynamic_cast<LateExecutor*>(&executor)),
+          rank_(rank) {}
 
     template <CacheHint hint>
     void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
@@ -99,10 +101,10 @@ class HesitantWarp : public HostWarp {
   private:
     void hesitate() {
         auto at_any_time = [] { return true; };
-        executor_.wait(Condition(at_any_time), rank_);
+        if (executor_) executor_->wait(Condition(at_any_time), rank_);
     }
 
-    Executor& executor_;
+    LateExecutor* executor_;
     const RankState& rank_;
 };
 
