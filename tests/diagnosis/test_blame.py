@@ -321,9 +321,51 @@ def test_the_waits_of_others_are_followed_within_a_call():
     assert blame.root(0, statuses, ended) == "rank 2 is in call 5 and does not go on"
 
 
-def test_ranks_that_wait_for_each_other():
-    statuses = [status(0, 3, 5, "transfer", [waits(1)]), status(1, 3, 5, "transfer", [waits(0)])]
-    assert blame.root(0, statuses, alive) == "rank 0, 1 wait for each other in call 5"
+BLAMED = {  # statuses, processes that have ended, what rank 0 says
+    "ranks that wait for each other": (
+        [status(0, 3, 5, "transfer", [waits(1)]), status(1, 3, 5, "transfer", [waits(0)])],
+        [],
+        "rank 0, 1 wait for each other in call 5",
+    ),
+    "a ring that a rank with several waits closes": (
+        [
+            status(0, 3, 5, "transfer", [waits(1)]),
+            status(1, 3, 5, "transfer", [waits(2)]),
+            status(2, 3, 5, "transfer", [waits(1), waits(0)]),
+        ],
+        [],
+        "rank 1, 2 wait for each other in call 5",
+    ),
+    "a rank out of reach": (
+        [status(0, 3, 5, "transfer", [waits(4)])],
+        [],
+        "rank 4, of which no more is known here",
+    ),
+    "a rank in another kind of call": (
+        [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5, "transfer")],
+        [],
+        "rank 1 is in call 5 and does not go on",
+    ),
+    "an ended process, though others are late": (
+        [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5), status(2, 3, 5)],
+        [2],
+        "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended",
+    ),
+    "not a process that ended because of the failure": (
+        [
+            status(0, 3, 5, "transfer", [waits(1, outcome="aborted")]),
+            status(1, 3, 5, "transfer"),
+            status(2, 3, 5, "transfer", [waits(1, outcome="aborted")]),
+        ],
+        [1, 2],
+        "rank 1 is in call 5 and does not go on; the process of rank 1 has ended",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statuses", "ended", "says"), BLAMED.values(), ids=BLAMED)
+def test_who_is_blamed(statuses, ended, says):
+    assert blame.root(0, statuses, dict.fromkeys(ended, "has ended").get) == says
 
 
 @pytest.mark.parametrize("lead", [[], [0], [2, 0], [4, 0, 2]])
@@ -334,30 +376,6 @@ def test_who_only_waits_for_a_ring_does_not_belong_to_it(lead, ring):
     statuses = [status(rank, 3, 5, "transfer", [waits(peer)]) for rank, peer in following.items()]
     says = f"rank {', '.join(map(str, sorted(ring)))} wait for each other in call 5"
     assert blame.root(order[0], statuses, alive) == says
-
-
-def test_a_ring_that_a_rank_with_several_waits_closes():
-    statuses = [
-        status(0, 3, 5, "transfer", [waits(1)]),
-        status(1, 3, 5, "transfer", [waits(2)]),
-        status(2, 3, 5, "transfer", [waits(1), waits(0)]),
-    ]
-    assert blame.root(0, statuses, alive) == "rank 1, 2 wait for each other in call 5"
-
-
-def test_a_rank_out_of_reach_is_named():
-    assert blame.root(0, [status(0, 3, 5, "transfer", [waits(4)])], alive) == "rank 4, of which no more is known here"
-
-
-def test_a_rank_in_another_kind_of_call():
-    statuses = [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5, "transfer")]
-    assert blame.root(0, statuses, alive) == "rank 1 is in call 5 and does not go on"
-
-
-def test_an_ended_process_is_to_blame_even_if_others_are_late():
-    statuses = [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5), status(2, 3, 5)]
-    says = blame.root(0, statuses, {2: "has ended"}.get)
-    assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
 
 
 def test_machines_of_which_nothing_was_heard_are_named_not_what_their_ranks_once_said():
@@ -373,17 +391,6 @@ def test_machines_of_which_nothing_was_heard_are_named_not_what_their_ranks_once
     assert blame.root(0, statuses, {3: "has ended"}.get, silent.get).endswith("the process of rank 3 has ended")
     alone = blame.root(0, statuses, alive, (silent | {1: ("box0", 3.0)}).get)
     assert alone == says, "who reported is within reach"
-
-
-def test_a_process_that_ended_because_of_the_failure_is_not_to_blame():
-    waiting = [waits(1, outcome="aborted")]
-    statuses = [
-        status(0, 3, 5, "transfer", waiting),
-        status(1, 3, 5, "transfer"),
-        status(2, 3, 5, "transfer", waiting),
-    ]
-    says = blame.root(2, statuses, {0: "has ended", 1: "has ended"}.get)
-    assert says == "rank 1 is in call 5 and does not go on; the process of rank 1 has ended"
 
 
 def test_a_process_that_ended_is_not_waited_for():

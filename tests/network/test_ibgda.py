@@ -92,7 +92,14 @@ def test_report(monkeypatch):
     with cards_with(mlx5=0):
         facts = choice.report()
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
+    with cards_with(down=1):
+        facts = choice.report()
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
+    assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: False)
+    assert choice.report()["verbs"].startswith("no network card for RDMA in ")
 
 
 def run_several_cards(seed: int) -> list[str]:

@@ -154,18 +154,3 @@ def test_cards_by_name(own_library, monkeypatch):
 def test_without_the_library():
     with mock.patch.object(verbs, "LIBRARY", "libnone.so.1"), pytest.raises(EPError, match="needs libnone"):
         verbs.usable()
-
-
-def test_report(own_library, monkeypatch):
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
-    with cards_with(mlx5=0):
-        facts = choice.report()
-    assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
-    assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
-    with cards_with(down=1):
-        facts = choice.report()
-    assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
-    assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: False)
-    assert choice.report()["verbs"].startswith("no network card for RDMA in ")

@@ -8,7 +8,6 @@ from entered import check_entered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_together, thread_ranks
-from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
 from megatron_ep.buffer.host import HostBackend
@@ -204,22 +203,6 @@ def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, 
                 x if transform is torch.func.grad else x[None]
             )
     assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, expected.x)
-
-
-def test_a_replay_of_a_checkpoint_makes_the_same_calls(buffer, plans):
-    x, ids, weights = inputs(4)
-
-    def layer(rows, factors):
-        received = ep.dispatch(rows, ids, factors, buffer=buffer, max_recv_tokens=ROWS)
-        return ep.combine(received.x, received.handle, received.probs)
-
-    grads = []
-    for run in (layer, layer, lambda *leaves: checkpoint(layer, *leaves, use_reentrant=False)):
-        leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        run(*leaves).square().sum().backward()
-        grads.append([leaf.grad for leaf in leaves])
-    for found in grads[1:]:
-        assert all(map(torch.equal, found, grads[0]))
 
 
 def test_gradients_of_gradients(buffer, plans):
