@@ -55,17 +55,3 @@ def test_same_seed_same_interleaving():
         return caught.value.incidents
 
     assert incidents(5) == incidents(5)
-
-
-def test_usable_after_reset():
-    config = ep.Config(num_experts=2, tuning=ep.Tuning(nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT))
-    x = [torch.ones(6, 4), torch.ones(3, 4)]
-    ids = [torch.ones(6, 1, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)]
-    with ep.LocalCluster(2, 1, config, seed=0, lost_signal=5) as cluster:
-        with pytest.raises(ep.EPTimeoutError):
-            ep.dispatch(x, ids, buffer=cluster)
-        with pytest.raises(ep.EPAbortError, match="reset"):
-            ep.dispatch(x, ids, buffer=cluster)
-        cluster.reset()
-        rows = ep.dispatch(x, ids, buffer=cluster)
-        assert [len(r) for r in rows.x] == [3, 6]

@@ -71,12 +71,3 @@ def test_choices_that_have_left_do_not_tell_a_release(lost):
         else:
             with pytest.raises(ep.EPTimeoutError, match="low_latency_receiver"):
                 three_dispatches()
-
-
-def test_same_seed_same_interleaving():
-    def incidents(seed):
-        with pytest.raises(ep.EPTimeoutError) as caught:
-            one_call(CHOICES + 2, seed)
-        return caught.value.incidents
-
-    assert incidents(5) == incidents(5)
