@@ -1,10 +1,19 @@
 """Ranks of one machine, or of several by name that a fabric joins."""
 
+import functools
+from types import SimpleNamespace
+
 import cards
 import pytest
 from over_networks import W, between_machines
 
 from megatron_ep.tools.local_ranks import LocalRanks
+
+
+@pytest.fixture
+def ranks(over, fabric):
+    """For tests whose body runs over a fabric."""
+    return SimpleNamespace(run=functools.partial(over, fabric))
 
 
 @pytest.fixture(scope="module")
