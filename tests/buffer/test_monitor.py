@@ -53,8 +53,8 @@ def test_it_lives_as_long_as_its_buffer() -> None:
 OPEN_AT_THE_END = """
 import sys, torch, torch.distributed as dist
 import megatron_ep as ep
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=3)
-buffer = ep.Buffer(None, ep.Config(num_experts=3, timeout=30))
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+buffer = ep.Buffer(None, ep.Config(num_experts=2, timeout=30))
 rows = ep.dispatch(torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), buffer=buffer)
 print(len(rows.x), flush=True)
 """
@@ -70,15 +70,13 @@ def test_no_thread_keeps_a_process_from_ending(tmp_path) -> None:
             text=True,
             env=environment,
         )
-        for rank in range(W)
+        for rank in range(2)
     ]
-    said = []
-    for rank in ranks:
-        said.append(rank.stdout.readline())
+    said = [rank.stdout.readline() for rank in ranks]
     printed = time.monotonic()
-    assert said == ["12\n", "0\n", "0\n"]
+    assert said == ["8\n", "0\n"]
     errors = [rank.communicate(timeout=30)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * W and not any("Traceback" in error for error in errors), errors
+    assert [rank.returncode for rank in ranks] == [0] * 2 and not any("Traceback" in error for error in errors), errors
     assert time.monotonic() - printed < 15
 
 

@@ -4,12 +4,12 @@ import ctypes
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rank_processes
 import torch
 
 import megatron_ep as ep
@@ -227,8 +227,9 @@ def test_a_network_is_loaded_when_it_is_needed() -> None:
         "import sys; from megatron_ep.fabrics import choice\n"
         "choice.choose('a', [None], lambda mine: [mine]); print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {f"megatron_ep._{name}" for name in NETWORKS} & set(done.stdout.split())
+    done = rank_processes.run_one(["-c", script])
+    modules = set(done.stdout.split())
+    assert "megatron_ep.fabrics.choice" in modules and not {f"megatron_ep._{name}" for name in NETWORKS} & modules
 
 
 def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
