@@ -23,22 +23,29 @@ struct Work {
 };
 Work work[kRoles];
 
+// A function of a warp, with its template parameters that are no types, which counts as a step.
+#define EP_COUNTED(name)                                                    \
+    template <auto... kParameters, class... Args>                           \
+    auto name(Args&&... args) {                                             \
+        ++work_.steps;                                                      \
+        return HostWarp::name<kParameters...>(std::forward<Args>(args)...); \
+    }
+
 // A warp that counts what it is told to do; to read a register of another lane counts nothing.
 class CountingWarp : public HostWarp {
   public:
     CountingWarp(Executor& executor, const RankState& rank, Role role, int channel)
         : HostWarp(executor, rank, role, channel), work_(work[static_cast<int>(role)]) {}
 
-    template <class F>
-    void lanes(int count, F&& f) {
-        ++work_.steps;
-        HostWarp::lanes(count, f);
-    }
-    template <class F>
-    uint32_t ballot(int count, F&& f) {
-        ++work_.steps;
-        return HostWarp::ballot(count, f);
-    }
+    EP_COUNTED(lanes)
+    EP_COUNTED(ballot)
+    EP_COUNTED(copy)
+    EP_COUNTED(multicast)
+    EP_COUNTED(publish)
+    EP_COUNTED(publish_lanes)
+    EP_COUNTED(credit)
+    EP_COUNTED(credit_lanes)
+
     uint32_t first_of(int count, const PerLane<int>& keys) {
         ++work_.steps;
         return HostWarp::first_of(count, keys);
@@ -62,40 +69,10 @@ class CountingWarp : public HostWarp {
         ++work_.steps;
         return HostWarp::wait_any(wait, count, counted(need));
     }
-    template <CacheHint hint>
-    void copy(void* dst, const void* src, size_t bytes) {
-        ++work_.steps;
-        HostWarp::copy<hint>(dst, src, bytes);
-    }
-    template <CacheHint hint>
-    void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
-        ++work_.steps;
-        HostWarp::multicast<hint>(dsts, mask, src, bytes);
-    }
     template <class T, CacheHint hint>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         ++work_.steps;
         HostWarp::sum<T, hint>(dst, srcs, mask, count);
-    }
-    template <Scope scope>
-    void publish(uint64_t* flag, uint64_t value) {
-        ++work_.steps;
-        HostWarp::publish<scope>(flag, value);
-    }
-    template <Scope scope, class F>
-    void publish_lanes(int count, F&& f) {
-        ++work_.steps;
-        HostWarp::publish_lanes<scope>(count, f);
-    }
-    template <Scope scope>
-    void credit(uint64_t* flag, uint64_t value) {
-        ++work_.steps;
-        HostWarp::credit<scope>(flag, value);
-    }
-    template <Scope scope, class F>
-    void credit_lanes(int count, F&& f) {
-        ++work_.steps;
-        HostWarp::credit_lanes<scope>(count, f);
     }
 
   private:
