@@ -4,8 +4,8 @@ docs/benchmarks.md says how to put it in. CollectiveX creates one instance per c
 and calls its methods; it has the inputs, the timing and the check of all results.
 
 normal: one row per (token, rank), which arrives with the token's local experts and their weights; combine adds rows.
-low-latency: one row per (token, expert); weights travel with the dispatch, and combine multiplies at the expert's rank,
-so that one row per (token, rank) returns.
+low-latency: one row per (token, expert), both ways; combine multiplies by the weights at the token, as the check of
+CollectiveX does.
 fp8: values of float8_e4m3fn with a float32 scale per 128 elements, converted within the measured dispatch.
 """
 
@@ -56,7 +56,7 @@ class MegatronEPBackend(EPBackend):
     def dispatch(self, p):
         if self.mode == "low-latency":
             fp8 = "fp32" if self.is_fp8 else None
-            return self._handle(self.low_latency.dispatch(p.dispatch_x, p.topk_idx, p.topk_weights, fp8=fp8))
+            return self._handle(self.low_latency.dispatch(p.dispatch_x, p.topk_idx, fp8=fp8))
         x, scales = float8.quantize(p.dispatch_x) if self.is_fp8 else (p.dispatch_x, None)
         return self._handle(
             ep.dispatch(x, p.topk_idx, p.topk_weights, scales=scales, buffer=self.buffer, layout="flat")
@@ -67,9 +67,7 @@ class MegatronEPBackend(EPBackend):
 
     def combine(self, p, h):
         if self.mode == "low-latency":
-            return self.low_latency.combine(
-                h.combine_input, h.received.handle, row_weights=h.received.probs, sum_at="expert"
-            )
+            return self.low_latency.combine(h.combine_input, h.received.handle, p.topk_weights)
         return ep.combine(h.combine_input, h.received.handle)
 
     def recv_tokens(self, h):
