@@ -48,7 +48,7 @@ Setters<A> with_low_latency(Setters<A> setters) {
                              EP_MEMBER(recv_wait_ns), EP_MASK(active), EP_MASK(shown),
                              EP_MASK(dropped), EP_MASK(required), EP_MASK(slice_ns),
                              EP_MASK(silent_slices), EP_MASK(max_slices), EP_MEMBER(layout_call),
-                             EP_MEMBER(resets_since_made)});
+                             EP_MEMBER(resets_since_made), EP_MEMBER(is_flat)});
     return setters;
 }
 
@@ -91,7 +91,7 @@ const auto& setters_of(const LowLatencyDispatchArgs&) {
          EP_MEMBER(expert_rows), EP_MEMBER(x), EP_MEMBER(scales), EP_MEMBER(weights),
          EP_MEMBER(recv_x), EP_MEMBER(recv_scales), EP_MEMBER(recv_weights), EP_MEMBER(quantize),
          EP_MEMBER(scale_column), EP_MEMBER(recv_rows), EP_MEMBER(tokens_per_expert),
-         EP_MEMBER(max_received), EP_MEMBER(clears_weights)});
+         EP_MEMBER(max_received), EP_MEMBER(clears_weights), EP_MEMBER(recv_experts)});
     return setters;
 }
 const auto& setters_of(const LowLatencyCombineArgs&) {

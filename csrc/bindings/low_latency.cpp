@@ -32,6 +32,7 @@ void bind_low_latency_heap(py::module_& m) {
              py::arg("masking"), py::arg("lines"), py::arg("sums_at_expert") = false)
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
         .def_readonly("max_tokens", &LowLatencyHeap::max_tokens)
+        .def_readonly("lines", &LowLatencyHeap::lines)
         .def_property_readonly_static("overflow_offset",
                                       [](py::object) { return LowLatencyLayout::kOverflow; })
         .def(

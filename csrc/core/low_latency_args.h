@@ -123,10 +123,17 @@ struct LowLatencyArgs {
     // on; null: the call makes a layout, or is of the low-latency mode.
     const uint64_t* layout_call = nullptr;
     uint32_t resets_since_made = 0;  // resets since the layout was made
+    // With lines: one row per token that arrives, in the order of (source rank, token), instead of
+    // one for each of its experts here. Its weights are then [max_rows, K].
+    bool is_flat = false;
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
     static constexpr int32_t kDropped = -2;     // minus the id of an expert whose rank is masked
+    static constexpr int32_t kSameRow = -3;     // flat: a later choice of the token names its row
+
+    // Weights of a row that arrives.
+    EP_HD size_t weights_per_row() const { return is_flat ? format.topk : 1; }
 };
 
 struct LowLatencyDispatchArgs : LowLatencyArgs {
@@ -151,7 +158,10 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     // > 0: only this many tokens keep rows, the first in the order of (rank, token); max_rows
     // without expert_rows.
     int64_t max_received = 0;
-    bool clears_weights = false;  // zeros recv_weights of rows that no token fills
+    // Zeros recv_weights of rows that no token fills, and sets their recv_experts to -1.
+    bool clears_weights = false;
+    int32_t* recv_experts =
+        nullptr;  // [max_rows, K] or null, flat: local experts of each row, or -1
     // [2, L] or null, padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert = nullptr;
 
@@ -181,7 +191,7 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     static constexpr LowLatencyKind kKind = LowLatencyKind::Combine;
 
     const char* x;       // [max_rows, payload_bytes]
-    const char* values;  // [max_rows, weight_bytes]: travel with the rows
+    const char* values;  // [max_rows, weight_bytes], flat [max_rows, K, ...]: travel with the rows
     char* y;             // [T, payload_bytes]
     char* y_values;      // [T, K, weight_bytes]
     bool sum_at_expert;  // a rank sums its experts' rows of a token; one row travels

@@ -14,7 +14,7 @@ namespace ep {
 // integer types.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
-    static constexpr int kParts = 5;
+    static constexpr int kParts = 6;
 
     struct Part {
         char* data;
@@ -50,9 +50,11 @@ EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t counts = args.tokens_per_expert ? 2 * args.heap.local_experts() : 0;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, args.recv_scale_bytes()},
-             {args.recv_weights, rows * args.format.weight_bytes},
+             {args.recv_weights, rows * args.weights_per_row() * args.format.weight_bytes},
              {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)},
-             {reinterpret_cast<char*>(args.tokens_per_expert), counts * sizeof(int64_t)}},
+             {reinterpret_cast<char*>(args.tokens_per_expert), counts * sizeof(int64_t)},
+             {reinterpret_cast<char*>(args.recv_experts),
+              args.recv_experts ? rows * args.format.topk * sizeof(int32_t) : 0}},
             nullptr};
 }
 

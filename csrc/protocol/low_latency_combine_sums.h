@@ -9,17 +9,21 @@ namespace ep {
 // lines, and the values beside them as words. A receiver sums lines as soon as they arrive, and no
 // sender waits for its stores to arrive. The last k that chose a rank names its row.
 
-// Sends the values of a token's rows.
+// Sends the values of a token's rows. last_k: the last choice of this rank.
 template <WarpLike W, class F>
 EP_FN void send_values(W& warp, const LowLatencyCombine<F>& call, int source, int token,
-                       const PerLane<W, int>& dst_row) {
+                       const PerLane<W, int>& dst_row, int last_k) {
     const LowLatencyCombineArgs& args = call.args;
     const int bytes = args.format.weight_bytes;
+    const int64_t flat = args.is_flat ? warp.broadcast(dst_row, last_k) : 0;
     warp.lanes(bytes ? args.format.topk : 0, [&](int k) {
         if (dst_row[k] == LowLatencyArgs::kElsewhere) return;
         auto* words =
             call.fabric.template at<uint64_t>(source, args.heap.value_words(call.bank, token, k));
-        const uint64_t value = value_of(args, dst_row[k]);
+        const int64_t at = !args.is_flat ? dst_row[k]
+                           : flat < 0    ? flat
+                                         : flat * args.format.topk + k;
+        const uint64_t value = value_of(args, at);
         W::store_word(words, word_with(call, static_cast<uint32_t>(value)));
         if (bytes == 8) W::store_word(words + 1, word_with(call, value >> 32));
     });
@@ -43,7 +47,7 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
     const uint32_t own =
         warp.ballot(topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
     if (!lines.first) {
-        send_values(warp, call, source, token, dst_row);
+        send_values(warp, call, source, token, dst_row, highest_lane(own));
         tag_other_kind(warp, call, source, token, highest_lane(own));
     }
     const uint32_t rows = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });

@@ -192,7 +192,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     bool overflows = false;
     const bool for_handle = notes_starts(team);
     const int bytes = args.format.weight_bytes;
-    if (args.expert_rows && !for_handle) return true;
+    if ((args.expert_rows || args.is_flat) && !for_handle) return true;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(32, [&](int lane) { most[lane] = 0; });
@@ -223,7 +223,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
                     ? args.expert_rows
                     : static_cast<int64_t>(align_up(rows[lane], args.expert_alignment));
             args.set_expert_rows(first + lane, filled);
-            if (!args.clears_weights) return;
+            if (!args.clears_weights || args.is_flat) return;
             for (int64_t row = rows[lane]; row < filled && start[lane] + row < args.max_rows; ++row)
                 store_weight(args.recv_weights + (start[lane] + row) * bytes, 0, bytes);
         });
@@ -233,7 +233,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
             return rows[lane] > 0 && int64_t{start[lane]} + rows[lane] > args.max_rows;
         }) != 0;
     }
-    if (!for_handle) return true;
+    if (!for_handle || args.is_flat) return true;
     if (args.expert_rows) total = args.expert_rows * local_experts;
     if (args.clears_weights && total < args.max_rows)
         warp.zero(args.recv_weights + total * bytes, (args.max_rows - total) * bytes);

@@ -8,10 +8,28 @@ namespace ep {
 // The receiving half of a low-latency dispatch whose rows are lines: a warp waits for the words
 // that say where its share goes, then for the lines themselves.
 
+// Stores for the handle how many flat rows there are, and marks those that no token fills.
+template <WarpLike W>
+EP_FN void note_flat_rows(W& warp, const LowLatencyDispatchArgs& args, int rows) {
+    warp.lanes(1, [&](int) {
+        args.layout.overflow() = rows > args.max_rows;
+        args.layout.start(args.heap.local_experts()) = rows;
+    });
+    if (!args.clears_weights || rows >= args.max_rows) return;
+    const int64_t first = int64_t{rows} * args.format.topk, end = args.max_rows * args.format.topk;
+    const int bytes = args.format.weight_bytes;
+    if (bytes) warp.zero(args.recv_weights + first * bytes, (end - first) * bytes);
+    warp.lanes(args.recv_experts ? 32 : 0, [&](int lane) {
+        for (int64_t i = first + lane; i < end; i += 32) args.recv_experts[i] = -1;
+    });
+}
+
 // Stores for the handle which tokens arrive.
 template <WarpLike W, class F>
 EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     const int chunks = call.heap().chunks(), words = call.world() * chunks;
+    PerLane<W, int> arrive;
+    warp.lanes(32, [&](int lane) { arrive[lane] = 0; });
     for (int first = 0; first < words; first += 32) {
         const bool here = read_words(
             warp, call, Wait::Choices, lanes_from(first, words), 1,
@@ -21,10 +39,13 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
             },
             [&](int lane, int, uint32_t bits) {
                 const int word = first + lane;
-                call.args.layout.present(word) = bits & call.heap().tokens_of_chunk(word % chunks);
+                bits &= call.heap().tokens_of_chunk(word % chunks);
+                call.args.layout.present(word) = bits;
+                arrive[lane] += popcount(bits);
             });
         if (!here) return false;
     }
+    if (call.args.is_flat) note_flat_rows(warp, call.args, warp.exclusive_scan(32, arrive));
     return true;
 }
 
@@ -87,6 +108,58 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     return true;
 }
 
+// Computes the flat row of a token: how many tokens arrive before it. The last of its choices here
+// names the row. Returns false if a wait ended badly.
+template <WarpLike W, class F>
+EP_FN bool find_flat_row(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
+                         const PerLane<W, int>& expert, PerLane<W, int>& dst_row) {
+    const LowLatencyHeap& heap = call.heap();
+    const int chunks = heap.chunks(), last = source * chunks + token / 32;
+    PerLane<W, int> before;
+    warp.lanes(32, [&](int lane) { before[lane] = 0; });
+    const bool counted = read_words(
+        warp, call, Wait::Choices, 32, last / 32 + 1,
+        [&](int lane, int i) {
+            const int word = 32 * i + lane;
+            return chosen_word(call, word > last ? -1 : word / chunks,
+                               heap.words().present(word % chunks));
+        },
+        [&](int lane, int i, uint32_t bits) {
+            const int word = 32 * i + lane;
+            if (word == last) bits &= (uint32_t{1} << token % 32) - 1;
+            before[lane] += popcount(bits & heap.tokens_of_chunk(word % chunks));
+        });
+    if (!counted) return false;
+    const int row = warp.exclusive_scan(32, before), topk = call.args.format.topk;
+    const uint32_t here = warp.ballot(topk, [&](int lane) { return expert[lane] >= 0; });
+    warp.lanes(topk, [&](int lane) {
+        dst_row[lane] = expert[lane] < 0           ? LowLatencyArgs::kElsewhere
+                        : here >> lane != 1        ? LowLatencyArgs::kSameRow
+                        : row < call.args.max_rows ? row
+                                                   : LowLatencyArgs::kOverflowed;
+    });
+    return true;
+}
+
+// Stores for combine where a flat row went, and for the caller its experts and weights.
+template <WarpLike W>
+EP_FN void note_flat_row(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
+                         const PerLane<W, int>& expert, const PerLane<W, int>& dst_row,
+                         const PerLane<W, uint64_t>& weight) {
+    const int topk = args.format.topk, bytes = args.format.weight_bytes;
+    int32_t* noted = args.layout.dst_rows(source, token);
+    warp.lanes(topk, [&](int lane) { noted[lane] = dst_row[lane]; });
+    const uint32_t placed = warp.ballot(topk, [&](int lane) { return dst_row[lane] >= 0; });
+    for_each_lane(placed, [&](int named) {
+        const size_t first = static_cast<size_t>(warp.broadcast(dst_row, named)) * topk;
+        warp.lanes(topk, [&](int lane) {
+            if (args.recv_experts) args.recv_experts[first + lane] = expert[lane];
+            store_weight(args.recv_weights + (first + lane) * bytes,
+                         expert[lane] < 0 ? 0 : weight[lane], bytes);
+        });
+    });
+}
+
 // Receives some lines of a row and copies them to its rows at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
@@ -96,12 +169,16 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
     const bool is_first = !lines.first;
     PerLane<W, int> expert, dst_row;
     PerLane<W, uint64_t> weight;
-    if (!read_choices(warp, call, places, source, token, is_first, expert, weight) ||
-        !find_output_rows(warp, call, places, source, token, expert, dst_row))
-        return false;
-    if (is_first)
-        note_output_rows(warp, args, source, token, dst_row,
-                         [&](int lane) { return weight[lane]; });
+    if (!read_choices(warp, call, places, source, token, is_first, expert, weight)) return false;
+    if (args.is_flat) {
+        if (!find_flat_row(warp, call, source, token, expert, dst_row)) return false;
+        if (is_first) note_flat_row(warp, args, source, token, expert, dst_row, weight);
+    } else {
+        if (!find_output_rows(warp, call, places, source, token, expert, dst_row)) return false;
+        if (is_first)
+            note_output_rows(warp, args, source, token, dst_row,
+                             [&](int lane) { return weight[lane]; });
+    }
     PerLane<W, char*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
         if (dst_row[lane] < 0) return;

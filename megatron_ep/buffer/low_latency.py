@@ -54,11 +54,13 @@ class OneHop(NamedTuple):
     """The launches of a buffer's dispatches and combines with few tokens.
 
     max_tokens: promised tokens of a rank up to which a dispatch takes them. row_bytes: size of the largest row.
+    keeps_lines: whether rows go as lines, which flat rows need.
     """
 
     ranks: LowLatencyRanks
     max_tokens: int
     row_bytes: int
+    keeps_lines: bool
 
 
 def connect_one_hop(group: Any) -> OneHop | None:
@@ -68,7 +70,7 @@ def connect_one_hop(group: Any) -> OneHop | None:
     largest = sizes.largest_row(group.config)
     ranks, _ = connect(group, most, largest, None, sums_at_expert=True)
     group.live_backend().attach(ranks)
-    return OneHop(ranks, ranks.heap.max_tokens, largest.payload_bytes)
+    return OneHop(ranks, ranks.heap.max_tokens, largest.payload_bytes, ranks.heap.lines)
 
 
 def connect(

@@ -99,6 +99,12 @@ class RankHandle:
     def rows(self) -> int:
         return self.counts.rows
 
+    def take_rows(self, rows: int) -> None:
+        """Keeps only the first rows, once their number is known."""
+        self.counts = self.counts._replace(rows=rows)
+        if self._dst_rows is not None:
+            self._dst_rows = self._dst_rows[:rows]
+
     @property
     def dst_rows(self) -> torch.Tensor:
         if self._dst_rows is None:

@@ -23,7 +23,7 @@ from megatron_ep.reference import SCALE_BLOCK
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
 DISPATCH_GIVEN = (
     *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
-    *("tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
+    *("recv_experts", "tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
 )
 COMBINE_GIVEN = (
     *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "resets_since_made"),
@@ -41,7 +41,8 @@ def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Te
     if launches is None or promised is None or promised > launches.max_tokens:
         return False
     row_bytes = x.shape[1] * max(2, x.element_size())  # sums are of at least two bytes per element
-    return layout == "grouped" and not is_traced and row_bytes <= launches.row_bytes
+    fits = (layout == "grouped" or launches.keeps_lines) and row_bytes <= launches.row_bytes
+    return fits and not is_traced
 
 
 class OneHopDispatchPlan:
@@ -53,30 +54,35 @@ class OneHopDispatchPlan:
         group, request = handle.group, _request_of(handle)
         launches = _launches_of(group)
         self.topk, self.one_hop, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
+        self.is_flat = handle.is_flat
         self.is_new, self.offsets = handle.request is not None, launches.ranks.offsets(handle.topk)
         self.waits = request.max_recv_tokens is None
         self.num_tokens = [x.shape[0] for x in xs]
         self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
         self.weight_dtype = None if weights is None else weights[0].dtype
-        has_padding = request.expert_alignment > 1 or request.expert_capacity > 0
-        self.clears_rows = request.expert_alignment > 1 or (clears_end and (has_padding or not self.waits))
+        is_aligned = request.expert_alignment > 1 and not self.is_flat
+        has_padding = is_aligned or request.expert_capacity > 0
+        self.clears_rows = is_aligned or (clears_end and (has_padding or not self.waits))
         world, local_experts = group.topology.world_size, group.num_local_experts
         self.room = request.max_recv_tokens or request.expert_capacity * local_experts
         if not self.room:
-            padding = local_experts * (request.expert_alignment - 1)
-            self.room = world * launches.max_tokens * min(self.topk, local_experts) + padding
+            copies, padding = min(self.topk, local_experts), local_experts * (request.expert_alignment - 1)
+            self.room = world * launches.max_tokens * (1 if self.is_flat else copies)
+            self.room += 0 if self.is_flat else padding
         members = {
             "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
             "expert_alignment": request.expert_alignment,
             "expert_rows": request.expert_capacity,
-            "clears_weights": weights is not None and (has_padding or not self.waits),
+            "clears_weights": (self.is_flat or weights is not None) and (has_padding or not self.waits),
+            "is_flat": self.is_flat,
         }
         scale_dtype = None if scales is None else scales[0].dtype
         row = _format_of(launches, self.topk, xs[0], scale_dtype, self.weight_dtype)
         of_ranks, most = [], world * launches.max_tokens
         for tokens in self.num_tokens:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
-            of_ranks.append(members | {"num_tokens": tokens, "max_received": received if received < most else 0})
+            limit = received if received < most and not self.is_flat else 0  # flat tokens beyond R have no row
+            of_ranks.append(members | {"num_tokens": tokens, "max_received": limit})
         self.call = launches.ranks.group.dispatch(row, of_ranks, DISPATCH_GIVEN)
 
     def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
@@ -105,11 +111,14 @@ class OneHopDispatchPlan:
         for i, x in enumerate(xs):
             # Another dispatch with a handle's layout makes the same layout again, in other memory.
             layout = torch.empty(self.offsets["size"], dtype=torch.int32, device=group.device)
-            counts, rows, layout_call = None, self.room, 0
+            counts, experts, rows, layout_call = None, None, self.room, 0
             chosen: Any
             if self.is_new:
                 counts, chosen = backend.new_counts(group.num_local_experts, wait=self.waits, index=i), ids[i]
-                made.append(RankHandle(self.topk, RowCounts(self.num_tokens[i], rows, 0, 0), layout, counts, stream))
+                if self.is_flat:
+                    experts = torch.empty(rows, self.topk, dtype=torch.int32, device=group.device)
+                of_rank = RowCounts(self.num_tokens[i], rows, 0, 0)
+                made.append(RankHandle(self.topk, of_rank, layout, counts, stream, dst_rows=experts))
             else:
                 rows, before = handle.ranks[i].rows, handle.ranks[i].layout.data_ptr()
                 chosen, layout_call = (before + 4 * self.offsets[part] for part in ("experts", "dispatch_call"))
@@ -117,7 +126,7 @@ class OneHopDispatchPlan:
             parts.append(parts_of_rank)
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
             given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
-            given += (counts, rows, layout_call, handle.resets_since_made)
+            given += (experts, counts, rows, layout_call, handle.resets_since_made)
         launches.ranks.launch(backend, self.call, stream, given)
         if made:
             if self.waits:
@@ -147,8 +156,11 @@ class OneHopDispatchPlan:
         exact = []
         for rank, outputs in zip(made, parts, strict=True):
             rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
-            rows = int(rank.tokens_per_expert[0].sum())
-            rank.counts = rank.counts._replace(rows=rows)
+            if self.is_flat:
+                rows = int(rank.layout[self.offsets["starts"] + group.num_local_experts])
+            else:
+                rows = int(rank.tokens_per_expert[0].sum())
+            rank.take_rows(rows)
             if rows == self.room:
                 exact.append(outputs)
                 continue
@@ -163,7 +175,8 @@ class OneHopDispatchPlan:
         if self.scale_type is not None:
             scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
         if self.weight_dtype is not None:
-            probs = backend.new_output((rows,), self.weight_dtype)
+            shape = (rows, self.topk) if self.is_flat else (rows,)
+            probs = backend.new_output(shape, self.weight_dtype)
         if self.clears_rows:
             fill_with_zeros(out, scales)
         return out, scales, probs
@@ -177,7 +190,8 @@ class OneHopCombinePlan:
         self.offsets, self.topk = launches.ranks.offsets(handle.topk), handle.topk
         self.weight_dtype = None if weights is None else weights[0].dtype
         row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
-        members = [{"num_tokens": rank.num_tokens, "sum_at_expert": True} for rank in handle.ranks]
+        common = {"sum_at_expert": True, "is_flat": handle.is_flat}
+        members = [common | {"num_tokens": rank.num_tokens} for rank in handle.ranks]
         self.call = launches.ranks.group.combine(row, members, COMBINE_GIVEN)
 
     def run(

@@ -69,7 +69,7 @@ def test_which_calls_go_in_one_hop():
         assert goes_in_one_hop(cluster, max_tokens=16)
         assert goes_in_one_hop(cluster, max_recv_tokens=50)
         assert not goes_in_one_hop(cluster, max_tokens=17), "more than there is memory for"
-        assert not goes_in_one_hop(cluster, layout="flat")
+        assert goes_in_one_hop(cluster, layout="flat")
         assert not goes_in_one_hop(cluster, wide)
     with ep.LocalCluster(1, W, settings(row_bytes=16_000)) as cluster:
         assert goes_in_one_hop(cluster, wide)
