@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "exec/host/host_warp.h"
@@ -43,7 +44,7 @@ struct LowLatencyProgram {
     };
     // One rank's part of a call.
     struct Part {
-        std::vector<int32_t> ids, layout;
+        std::vector<int32_t> ids, layout, experts;
         std::vector<float> x, weights, rows, row_weights, y, y_values;
         std::vector<BFloat16> bf16_x;
         std::vector<uint32_t> scales;
@@ -147,8 +148,9 @@ struct LowLatencyProgram {
                 if (!calls[other].is_combine) dispatches.push_back(other);
             }
             const bool combine = !dispatches.empty() && pick(0, 1) && !fp8;
-            calls.push_back({combine, combine ? dispatches[pick(0, dispatches.size() - 1)] : 0,
-                             pick(0, 1) == 1 || heap.sums_at_expert});
+            const int dispatch = combine ? dispatches[pick(0, dispatches.size() - 1)] : 0;
+            const bool at_expert = pick(0, 1) == 1 || heap.sums_at_expert;
+            calls.push_back({combine, dispatch, at_expert || is_flat(dispatch)});
         }
     }
 
@@ -194,7 +196,7 @@ struct LowLatencyProgram {
                 Part& part = parts[rank][c];
                 const Call& call = calls[c];
                 Part& rows = call.is_combine ? parts[rank][call.dispatch] : part;
-                if (!call.is_combine) make_dispatch(part, rank, format);
+                if (!call.is_combine) make_dispatch(part, rank, is_flat(c) ? topk : 1);
                 const int tokens = static_cast<int>(rows.ids.size()) / topk;
                 const LowLatencyLayout layout{heap, topk, warps, rows.layout.data()};
                 part.recv_rows.resize(topology.world());
@@ -205,10 +207,13 @@ struct LowLatencyProgram {
                                           format,
                                           tokens,
                                           &part.number,
-                                          max_rows(call.is_combine ? call.dispatch : c, rank),
+                                          max_rows(call.is_combine ? call.dispatch : c),
                                           c % 2 ? part.recv_wait_ns.data() : nullptr,
                                           {active[rank].data(), shown[rank].data(),
-                                           dropped[rank].data(), nullptr, 60'000'000'000, 4, 1000}};
+                                           dropped[rank].data(), nullptr, 60'000'000'000, 4, 1000},
+                                          nullptr,
+                                          0,
+                                          is_flat(call.is_combine ? call.dispatch : c)};
                 auto bytes = [](std::vector<float>& values) {
                     return reinterpret_cast<char*>(values.data());
                 };
@@ -227,7 +232,11 @@ struct LowLatencyProgram {
                     part.dispatch.recv_rows = part.recv_rows.data();
                     part.dispatch.tokens_per_expert = part.tokens_per_expert.data();
                     part.dispatch.clears_weights = c % 2;
-                    part.dispatch.max_received = limit_of(c);
+                    if (is_flat(c)) {
+                        part.dispatch.recv_experts = part.experts.data();
+                    } else {
+                        part.dispatch.max_received = limit_of(c);
+                    }
                     if (!fp8) continue;
                     part.dispatch.x = reinterpret_cast<char*>(part.bf16_x.data());
                     part.dispatch.quantize = format_of(c);
@@ -250,7 +259,8 @@ struct LowLatencyProgram {
         }
     }
 
-    void make_dispatch(Part& part, int rank, const RowFormat&) {
+    // columns: weights of a row that arrives.
+    void make_dispatch(Part& part, int rank, int columns) {
         const int tokens = pick(0, 2) ? pick(0, max_tokens) : 0;
         for (int token = 0; token < tokens; ++token) {
             const int first = pick(0, experts - 1);
@@ -265,10 +275,10 @@ struct LowLatencyProgram {
         for (size_t i = 0; i < part.ids.size(); ++i) part.weights.push_back(1 + rank + 3 * i);
         const LowLatencyLayout layout{heap, topk, warps, nullptr};
         part.layout.resize(layout.size());
-        const size_t rows =
-            static_cast<size_t>(topology.world()) * max_tokens * heap.choices_per_rank();
+        const size_t rows = all_rows();
         part.rows.resize(rows * hidden);
-        part.row_weights.assign(rows, -1);
+        part.row_weights.assign(rows * columns, -1);
+        part.experts.assign(rows * columns, -2);
         part.tokens_per_expert.resize(2 * heap.local_experts());
         if (fp8) part.scales.resize(rows * scale_blocks(hidden));
     }
@@ -277,10 +287,15 @@ struct LowLatencyProgram {
     int64_t limit_of(size_t call) const {
         return call % 4 == 1 && !fp8 && !heap.masking ? 1 + (call + hidden) % max_tokens : 0;
     }
-    int64_t max_rows(size_t call, int rank) const {
+    int64_t max_rows(size_t call) const {
         const int64_t limit = limit_of(call);
-        return limit ? limit : static_cast<int64_t>(parts[rank][call].row_weights.size());
+        return limit ? limit : all_rows();
     }
+    int64_t all_rows() const {
+        return int64_t{topology.world()} * max_tokens * heap.choices_per_rank();
+    }
+    // Whether a dispatch has flat rows.
+    bool is_flat(size_t call) const { return heap.lines && !fp8 && call % 3 == 1; }
 
     static ScaleFormat format_of(size_t call) {
         return call % 3 ? ScaleFormat::PowerOf2 : ScaleFormat::Fp32;
@@ -477,6 +492,7 @@ struct LowLatencyProgram {
     bool has_row(size_t c, int source, size_t token, int expert) const {
         if (!limit_of(c)) return true;
         const int local_experts = experts / topology.world(), rank = expert / local_experts;
+        if (is_flat(c)) return keeps_rows(c, rank, source, token);
         int64_t before = 0;
         for (int from = 0; from < topology.world(); ++from) {
             const std::vector<int32_t>& ids = parts[from][c].ids;
@@ -492,6 +508,7 @@ struct LowLatencyProgram {
     int dispatch_errors(int rank, size_t c) const {
         const Part& own = parts[rank][c];
         const int local_experts = experts / topology.world();
+        if (is_flat(c)) return flat_errors(rank, c);
         size_t row = 0;
         int wrong = 0;
         for (int expert = rank * local_experts; expert < (rank + 1) * local_experts; ++expert) {
@@ -538,6 +555,48 @@ struct LowLatencyProgram {
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
     }
 
+    int flat_errors(int rank, size_t c) const {
+        const Part& own = parts[rank][c];
+        const int local_experts = experts / topology.world();
+        const int64_t room = own.dispatch.max_rows;
+        std::vector<int64_t> counts(local_experts);
+        int64_t row = 0;
+        int wrong = 0;
+        auto local = [&](int32_t expert) {
+            return expert / local_experts == rank && expert >= 0 ? expert % local_experts : -1;
+        };
+        for (const std::vector<Part>& of_rank : parts) {
+            const Part& from = of_rank[c];
+            for (size_t first = 0; first < from.ids.size(); first += topk) {
+                bool is_here = false;
+                for (int k = 0; k < topk; ++k) {
+                    const int expert = local(from.ids[first + k]);
+                    if (expert >= 0) ++counts[expert];
+                    is_here |= expert >= 0;
+                }
+                if (!is_here || row++ >= room) continue;
+                wrong += std::memcmp(&own.rows[(row - 1) * hidden], &from.x[first / topk * hidden],
+                                     hidden * sizeof(float)) != 0;
+                for (int k = 0; k < topk; ++k) {
+                    const int expert = local(from.ids[first + k]);
+                    wrong += own.experts[(row - 1) * topk + k] != expert;
+                    wrong += own.row_weights[(row - 1) * topk + k] !=
+                             (expert < 0 ? 0 : from.weights[first + k]);
+                }
+            }
+        }
+        for (int64_t end = row * topk; end < room * topk; ++end) {
+            wrong += own.experts[end] != (c % 2 ? -1 : -2);
+            wrong += own.row_weights[end] != (c % 2 ? 0 : -1);
+        }
+        for (int expert = 0; expert < local_experts; ++expert) {
+            for (const int copy : {0, local_experts})
+                wrong += own.tokens_per_expert[copy + expert] != counts[expert];
+        }
+        wrong += own.dispatch.layout.overflow() != (row > room);
+        return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
+    }
+
     bool fp8_row_differs(const Part& own, size_t row, const Part& from, size_t token,
                          ScaleFormat format) const {
         const size_t blocks = scale_blocks(hidden), column = own.dispatch.scale_column;
@@ -558,12 +617,16 @@ struct LowLatencyProgram {
         int wrong = 0;
         for (size_t token = 0; token < sent.ids.size() / topk; ++token) {
             int choices = 0;
+            std::set<int> ranks;
             for (int k = 0; k < topk; ++k) {
                 bool chose = sent.ids[token * topk + k] >= 0;
                 if (heap.masking) chose &= own.y_values[token * topk + k] != 0;
                 chose =
                     chose && has_row(calls[c].dispatch, rank, token, sent.ids[token * topk + k]);
-                choices += chose;
+                const int choice = is_flat(calls[c].dispatch)
+                                       ? sent.ids[token * topk + k] / heap.local_experts()
+                                       : k;
+                choices += chose && ranks.insert(choice).second;
                 wrong +=
                     own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);
             }

@@ -39,17 +39,18 @@ def inputs(seed):
     return x, ids, torch.rand(T, K, generator=generator, device="cuda")
 
 
-def layer(buffer, x, ids, weights):
+def layer(buffer, layout, x, ids, weights):
     """Rows, their weights and counts, sums, gradients of x and weights."""
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    received = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
+    received = ep.dispatch(x, ids, weights, buffer=buffer, layout=layout, max_recv_tokens=ROWS)
     assert (received.handle.one_hop is not None) == (buffer._group.one_hop is not None)
-    y = ep.combine(received.x * 2, received.handle, received.probs)
+    probs = received.probs if layout == "grouped" else received.probs.sum(dim=1)
+    y = ep.combine(received.x * 2, received.handle, probs)
     grads = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     return received.x.detach(), received.probs.detach(), received.tokens_per_expert, y.detach(), *grads
 
 
-def run_in_a_graph():
+def run_in_a_graph(layout):
     set_device()
     config = ep.Config(E, timeout=20)
     with (
@@ -60,18 +61,18 @@ def run_in_a_graph():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            layer(in_one_hop, *static)
+            layer(in_one_hop, layout, *static)
         side.synchronize()
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = layer(in_one_hop, *static)
+            captured = layer(in_one_hop, layout, *static)
         for seed in range(1, 5):
             for tensor, new in zip(static, inputs(seed), strict=True):
                 tensor.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
-            expected = layer(through_rings, *static)
+            expected = layer(through_rings, layout, *static)
             for number, (ours, theirs) in enumerate(zip(captured, expected, strict=True)):
                 assert torch.equal(ours, theirs), (seed, number)
         in_one_hop.synchronize()
@@ -79,5 +80,6 @@ def run_in_a_graph():
         torch.cuda.synchronize()
 
 
-def test_in_a_graph(ranks):
-    ranks.run(run_in_a_graph)
+@pytest.mark.parametrize("layout", ["grouped", "flat"])
+def test_in_a_graph(ranks, layout):
+    ranks.run(run_in_a_graph, layout)

@@ -12,9 +12,9 @@ from megatron_ep import reference
 
 
 @pytest.mark.parametrize("seed", a_third(range(10)))
-def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed, device):
+def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed, device, lines):
     """Where each expert gives the row that it got, times a power of two, every sum and gradient is exact."""
-    case = Case(2000 + seed, max_tokens=60, device=device)
+    case = Case(2000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, x, weights = map(case.there, (case.ids(tokens), case.integers(tokens), case.weights(tokens)))
     results = []
@@ -35,8 +35,8 @@ def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed, device):
 
 @pytest.mark.parametrize("seed", a_third(range(12)))
 @pytest.mark.parametrize(("share", "slack"), [(0.2, 0), (0.9, 0), (1, -1), (1, 0), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, device, used_memory):
-    case = Case(4000 + seed, max_tokens=60, device=device)
+def test_max_recv_tokens(seed, share, slack, device, lines, used_memory):
+    case = Case(4000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed % 2 == 0  # then rows behind the last are zeros, too
@@ -62,7 +62,7 @@ def test_max_recv_tokens(seed, share, slack, device, used_memory):
 
 @pytest.mark.numerical
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 3), (2, 2)])
-def test_gradients(nodes, ranks_per_node):
+def test_gradients(nodes, ranks_per_node, lines):
     world = nodes * ranks_per_node
     generator = torch.Generator().manual_seed(world)
     tokens, experts, topk = [3, 0, 2, 4][:world], 2 * world, 2
@@ -70,7 +70,8 @@ def test_gradients(nodes, ranks_per_node):
     ids[0][0, 0] = -1
     new = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
     x, w = [torch.randn(t, 2, **new) for t in tokens], [torch.rand(t, topk, **new) for t in tokens]
-    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=experts)) as cluster:
+    config = ep.Config(num_experts=experts, max_tokens=max(tokens) if lines else None)
+    with ep.LocalCluster(*((1, world) if lines else (nodes, ranks_per_node)), config) as cluster:
 
         def layer(*inputs):
             rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, layout="flat")
