@@ -9,7 +9,8 @@ namespace ep {
 
 // The halves of a low-latency dispatch, and both in one launch.
 
-// kLines: whether rows are lines, as the heap says. kQuantize: whether x is bf16 that becomes fp8.
+// kLines: whether rows are lines, as the heap says. kQuantize: whether x is bf16 that becomes fp8,
+// which flat rows never are (kFlat: whether rows may be flat).
 
 // Sends a warp's share.
 template <bool kQuantize, bool kLines, WarpLike W, class F>
@@ -19,9 +20,9 @@ EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team&
 }
 
 // Receives a warp's share.
-template <bool kLines, WarpLike W, class F>
+template <bool kLines, bool kFlat, WarpLike W, class F>
 EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    if constexpr (kLines && F::kKeepsLines) return receive_by_lines(warp, call, team);
+    if constexpr (kLines && F::kKeepsLines) return receive_by_lines<kFlat>(warp, call, team);
     return receive_by_slots(warp, call, team);
 }
 
@@ -44,7 +45,7 @@ EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call
 template <bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& call,
                                          const Team& team) {
-    if (!receive_dispatch<kLines>(warp, call, team)) return Ended::Badly;
+    if (!receive_dispatch<kLines, true>(warp, call, team)) return Ended::Badly;
     const Ended ended = end_receiving(warp, call, team);
     if (ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;
@@ -56,7 +57,7 @@ EP_FN Ended low_latency_dispatch(W& warp, const LowLatencyDispatch<F>& call, con
     const Ended ended = send_and_receive(
         warp, call, team, Role::LowLatencyReceiver,
         [&] { return send_dispatch<kQuantize, kLines>(warp, call, team); },
-        [&] { return receive_dispatch<kLines>(warp, call, team); });
+        [&] { return receive_dispatch<kLines, !kQuantize>(warp, call, team); });
     if (ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;
 }

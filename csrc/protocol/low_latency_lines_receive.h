@@ -25,7 +25,7 @@ EP_FN void note_flat_rows(W& warp, const LowLatencyDispatchArgs& args, int rows)
 }
 
 // Stores for the handle which tokens arrive.
-template <WarpLike W, class F>
+template <bool kFlat, WarpLike W, class F>
 EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     const int chunks = call.heap().chunks(), words = call.world() * chunks;
     PerLane<W, int> arrive;
@@ -45,7 +45,8 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
             });
         if (!here) return false;
     }
-    if (call.args.is_flat) note_flat_rows(warp, call.args, warp.exclusive_scan(32, arrive));
+    if (kFlat && call.args.is_flat)
+        note_flat_rows(warp, call.args, warp.exclusive_scan(32, arrive));
     return true;
 }
 
@@ -111,8 +112,8 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
 // Computes the flat row of a token: how many tokens arrive before it. The last of its choices here
 // names the row. Returns false if a wait ended badly.
 template <WarpLike W, class F>
-EP_FN bool find_flat_row(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
-                         const PerLane<W, int>& expert, PerLane<W, int>& dst_row) {
+EP_FN bool place_of_token(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
+                          const PerLane<W, int>& expert, PerLane<W, int>& dst_row) {
     const LowLatencyHeap& heap = call.heap();
     const int chunks = heap.chunks(), last = source * chunks + token / 32;
     PerLane<W, int> before;
@@ -143,9 +144,9 @@ EP_FN bool find_flat_row(W& warp, const LowLatencyDispatch<F>& call, int source,
 
 // Stores for combine where a flat row went, and for the caller its experts and weights.
 template <WarpLike W>
-EP_FN void note_flat_row(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
-                         const PerLane<W, int>& expert, const PerLane<W, int>& dst_row,
-                         const PerLane<W, uint64_t>& weight) {
+EP_FN void note_place_of_token(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
+                               const PerLane<W, int>& expert, const PerLane<W, int>& dst_row,
+                               const PerLane<W, uint64_t>& weight) {
     const int topk = args.format.topk, bytes = args.format.weight_bytes;
     int32_t* noted = args.layout.dst_rows(source, token);
     warp.lanes(topk, [&](int lane) { noted[lane] = dst_row[lane]; });
@@ -161,7 +162,7 @@ EP_FN void note_flat_row(W& warp, const LowLatencyDispatchArgs& args, int source
 }
 
 // Receives some lines of a row and copies them to its rows at each of the token's experts here.
-template <WarpLike W, class F>
+template <bool kFlat, WarpLike W, class F>
 EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                             int source, int token, const Lines& lines) {
     const LowLatencyDispatchArgs& args = call.args;
@@ -170,9 +171,9 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
     PerLane<W, int> expert, dst_row;
     PerLane<W, uint64_t> weight;
     if (!read_choices(warp, call, places, source, token, is_first, expert, weight)) return false;
-    if (args.is_flat) {
-        if (!find_flat_row(warp, call, source, token, expert, dst_row)) return false;
-        if (is_first) note_flat_row(warp, args, source, token, expert, dst_row, weight);
+    if (kFlat && args.is_flat) {
+        if (!place_of_token(warp, call, source, token, expert, dst_row)) return false;
+        if (is_first) note_place_of_token(warp, args, source, token, expert, dst_row, weight);
     } else {
         if (!find_output_rows(warp, call, places, source, token, expert, dst_row)) return false;
         if (is_first)
@@ -198,7 +199,7 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
 }
 
 // Receives a warp's share.
-template <WarpLike W, class F>
+template <bool kFlat, WarpLike W, class F>
 EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
     const ChoiceWords numbers = args.heap.words();
@@ -216,7 +217,7 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
                     most[lane] = larger_count(most[lane], value, rank);
                 });
         });
-    if (!started || (notes_starts(team) && !note_present_words(warp, call))) return false;
+    if (!started || (notes_starts(team) && !note_present_words<kFlat>(warp, call))) return false;
     const RowPlaces places(args, team);
     // Start with this rank's own rows, which are there first.
     return for_own_shares<LineShares>(
@@ -232,7 +233,7 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
                 });
         },
         [&](int source, int token, const Lines& lines) {
-            return receive_lines_of(warp, call, places, source, token, lines);
+            return receive_lines_of<kFlat>(warp, call, places, source, token, lines);
         });
 }
 
