@@ -146,14 +146,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def check_cases(buffer: ep.Buffer, sizes: Sizes, seeds: range) -> None:
     """On all ranks of a buffer of these sizes. Raises AssertionError."""
     topology, device = buffer.topology, buffer.device.type
-    with (
-        ep.LocalCluster(topology.nodes, topology.ranks_per_node, sizes.config()) as on_nodes,
-        ep.LocalCluster(1, topology.world_size, sizes.config()) as within_a_node,
-    ):
+    nodes = topology.nodes if buffer._group.one_hop is None else 1  # in one hop the bits are those within a node
+    with ep.LocalCluster(nodes, topology.world_size // nodes, sizes.config()) as host:
         for seed in seeds:
-            inputs = Inputs.draw(sizes.case(seed, topology, device), on_nodes)
-            through_rings = buffer._group.one_hop is None or inputs.settings.get("layout") == "flat"
-            host = on_nodes if through_rings else within_a_node  # in one hop the bits are those within a node
+            inputs = Inputs.draw(sizes.case(seed, topology, device), host)
             found, expected = results(inputs.of(buffer.rank, device), buffer), results(inputs, host)
             assert found.keys() == expected.keys()
             for name, [ours] in found.items():
