@@ -136,6 +136,21 @@ struct LowLatencyArgs {
     EP_HD size_t weights_per_row() const { return is_flat ? format.topk : 1; }
 };
 
+// What the rows of a dispatch are: kernels have an instance for each. Quantized: bf16 that becomes
+// fp8 on the way. Flat: see LowLatencyArgs::is_flat.
+enum class RowKind { Grouped, Quantized, Flat };
+template <class F>
+decltype(auto) with_row_kind(RowKind kind, F&& f) {
+    switch (kind) {
+        case RowKind::Quantized:
+            return f.template operator()<RowKind::Quantized>();
+        case RowKind::Flat:
+            return f.template operator()<RowKind::Flat>();
+        default:
+            return f.template operator()<RowKind::Grouped>();
+    }
+}
+
 struct LowLatencyDispatchArgs : LowLatencyArgs {
     static constexpr LowLatencyKind kKind = LowLatencyKind::Dispatch;
 
@@ -168,6 +183,10 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }
     EP_HD bool by_lines() const { return heap.lines; }
+    EP_HD RowKind row_kind() const {
+        if (quantize != ScaleFormat::None) return RowKind::Quantized;
+        return is_flat ? RowKind::Flat : RowKind::Grouped;
+    }
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
     // Index in recv_scales of the first word of a row's scales.

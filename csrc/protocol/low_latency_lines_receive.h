@@ -45,8 +45,7 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
             });
         if (!here) return false;
     }
-    if (kFlat && call.args.is_flat)
-        note_flat_rows(warp, call.args, warp.exclusive_scan(32, arrive));
+    if constexpr (kFlat) note_flat_rows(warp, call.args, warp.exclusive_scan(32, arrive));
     return true;
 }
 
@@ -171,7 +170,7 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
     PerLane<W, int> expert, dst_row;
     PerLane<W, uint64_t> weight;
     if (!read_choices(warp, call, places, source, token, is_first, expert, weight)) return false;
-    if (kFlat && args.is_flat) {
+    if constexpr (kFlat) {
         if (!place_of_token(warp, call, source, token, expert, dst_row)) return false;
         if (is_first) note_place_of_token(warp, args, source, token, expert, dst_row, weight);
     } else {

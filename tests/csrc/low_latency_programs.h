@@ -371,14 +371,14 @@ struct LowLatencyProgram {
             });
         }
         with_call(part.dispatch, [&]<bool kLines>(const auto& call) {
-            const auto send = [&]<bool kFp8>() {
-                half.receives ? low_latency_dispatch<kFp8, kLines>(warp, call, team)
-                              : low_latency_dispatch_send<kFp8, kLines>(warp, call, team);
-            };
-            if (!half.sends)
-                low_latency_dispatch_receive<kLines>(warp, call, team);
-            else
-                fp8 ? send.template operator()<true>() : send.template operator()<false>();
+            with_row_kind(call.args.row_kind(), [&]<RowKind kRows>() {
+                if (!half.sends)
+                    low_latency_dispatch_receive<kRows, kLines>(warp, call, team);
+                else if (half.receives)
+                    low_latency_dispatch<kRows, kLines>(warp, call, team);
+                else
+                    low_latency_dispatch_send<kRows, kLines>(warp, call, team);
+            });
         });
     }
 

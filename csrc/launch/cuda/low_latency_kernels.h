@@ -90,7 +90,7 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
     }
 }
 
-template <LowLatencyLaunches kLaunches, bool kQuantize, bool kLines, class L>
+template <LowLatencyLaunches kLaunches, RowKind kRows, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ L launch) {
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive ? Role::LowLatencyReceiver
@@ -98,11 +98,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     run_launch<kLaunches, kLines>(
         launch, kRole, [](auto& warp, const auto& call, const Team& team) {
             if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_dispatch_send<kQuantize, kLines>(warp, call, team);
+                return low_latency_dispatch_send<kRows, kLines>(warp, call, team);
             } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_dispatch_receive<kLines>(warp, call, team);
+                return low_latency_dispatch_receive<kRows, kLines>(warp, call, team);
             } else {
-                return low_latency_dispatch<kQuantize, kLines>(warp, call, team);
+                return low_latency_dispatch<kRows, kLines>(warp, call, team);
             }
         });
 }

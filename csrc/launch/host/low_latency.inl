@@ -72,8 +72,8 @@ void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& ar
                                    const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencySender, false, args, interrupted,
                  []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
-                     with_bool(call.args.quantize != ScaleFormat::None, [&]<bool kQuantize>() {
-                         low_latency_dispatch_send<kQuantize, kLines>(warp, call, team);
+                     with_row_kind(call.args.row_kind(), [&]<RowKind kRows>() {
+                         low_latency_dispatch_send<kRows, kLines>(warp, call, team);
                      });
                  });
 }
@@ -83,7 +83,9 @@ void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>&
                                       const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
                  []<bool kLines>(Warp& warp, const auto& call, const Team& team) {
-                     low_latency_dispatch_receive<kLines>(warp, call, team);
+                     with_row_kind(call.args.row_kind(), [&]<RowKind kRows>() {
+                         low_latency_dispatch_receive<kRows, kLines>(warp, call, team);
+                     });
                  });
 }
 

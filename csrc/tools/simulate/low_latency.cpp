@@ -157,12 +157,13 @@ const ControlBlock& VirtualLowLatency::control(int rank) const {
 
 VirtualPhase VirtualLowLatency::dispatch(const OnProgress& on_progress) {
     const bool quantizes = state_->settings.quantizes;
-    return state_->run(
-        Role::LowLatencySender, state_->dispatch, on_progress,
-        [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
-            quantizes ? low_latency_dispatch<true, false>(warp, next_call(fabric, args), team)
-                      : low_latency_dispatch<false, false>(warp, next_call(fabric, args), team);
-        });
+    return state_->run(Role::LowLatencySender, state_->dispatch, on_progress,
+                       [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
+                           quantizes ? low_latency_dispatch<RowKind::Quantized, false>(
+                                           warp, next_call(fabric, args), team)
+                                     : low_latency_dispatch<RowKind::Grouped, false>(
+                                           warp, next_call(fabric, args), team);
+                       });
 }
 
 VirtualPhase VirtualLowLatency::combine(const OnProgress& on_progress) {

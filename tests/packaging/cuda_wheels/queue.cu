@@ -15,7 +15,8 @@ template __global__ void combine_kernel<BFloat16, true>(
     const __grid_constant__ CombineParams<P, 1>);
 template __global__ void intra_rank_reduce_kernel<BFloat16, true>(
     const __grid_constant__ CombineParams<P, 1>);
-template __global__ void low_latency_dispatch_kernel<LowLatencyLaunches::Both, true, false>(
+template __global__ void
+low_latency_dispatch_kernel<LowLatencyLaunches::Both, RowKind::Quantized, false>(
     const __grid_constant__ LowLatencyDispatchLaunch<P>);
 template __global__ void low_latency_combine_kernel<LowLatencyLaunches::Both, float, false>(
     const __grid_constant__ LowLatencyCombineLaunch<P>);
