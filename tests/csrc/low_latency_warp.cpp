@@ -100,11 +100,9 @@ class Grid {
                 if (is_combine)
                     return launched(low_latency_combine_kernel<kLaunches, float, kLines, Combine>,
                                     launch_of(part.combine));
-                using kernels::low_latency_dispatch_kernel;
-                return launched(
-                    program_.fp8 ? low_latency_dispatch_kernel<kLaunches, true, kLines, Dispatch>
-                                 : low_latency_dispatch_kernel<kLaunches, false, kLines, Dispatch>,
-                    launch_of(part.dispatch));
+                return launched(kernels::low_latency_dispatch_of<kLaunches, kLines, Dispatch>(
+                                    part.dispatch.row_kind()),
+                                launch_of(part.dispatch));
             };
             if constexpr (Ranks::Params::Fabric::kKeepsLines) {
                 const bool lines = is_combine ? part.combine.by_lines() : program_.heap.lines;

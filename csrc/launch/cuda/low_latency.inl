@@ -88,27 +88,13 @@ void with_lines(bool lines, F&& f) {
     f.template operator()<false>();
 }
 
-// The kernel of a dispatch. A half has instances for the kinds of rows that it treats differently.
-template <LowLatencyLaunches kLaunches, bool kLines, class L>
-auto dispatch_kernel_of(RowKind kind) {
-    if constexpr (kLaunches != LowLatencyLaunches::Receive) {
-        if (kind == RowKind::Quantized)
-            return kernels::low_latency_dispatch_kernel<kLaunches, RowKind::Quantized, kLines, L>;
-    }
-    if constexpr (kLaunches != LowLatencyLaunches::Send && kLines) {
-        if (kind == RowKind::Flat)
-            return kernels::low_latency_dispatch_kernel<kLaunches, RowKind::Flat, kLines, L>;
-    }
-    return kernels::low_latency_dispatch_kernel<kLaunches, RowKind::Grouped, kLines, L>;
-}
-
 template <class P>
 void CudaLowLatency<P>::load_dispatch() {
     using L = LowLatencyDispatchLaunch<P>;
     with_lines<P>(heap_.lines, [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
             for (const RowKind kind : {RowKind::Quantized, RowKind::Flat, RowKind::Grouped}) {
-                const auto kernel = dispatch_kernel_of<kLaunches, kLines, L>(kind);
+                const auto kernel = kernels::low_latency_dispatch_of<kLaunches, kLines, L>(kind);
                 early_ = may_come_early(load(kernel), group_.device());
             }
         });
@@ -123,8 +109,8 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
     const RowKind kind = args.front().row_kind();
     with_lines<P>(heap_.lines, [&]<bool kLines>() {
         run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
-            launch(dispatch_kernel_of<kLaunches, kLines, L>(kind), early_, group_, fabric_, args,
-                   blocks_, stream);
+            launch(kernels::low_latency_dispatch_of<kLaunches, kLines, L>(kind), early_, group_,
+                   fabric_, args, blocks_, stream);
         });
     });
 }

@@ -107,6 +107,20 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         });
 }
 
+// The kernel of a dispatch. A half has instances for the kinds of rows that it treats differently.
+template <LowLatencyLaunches kLaunches, bool kLines, class L>
+auto low_latency_dispatch_of(RowKind kind) {
+    if constexpr (kLaunches != LowLatencyLaunches::Receive) {
+        if (kind == RowKind::Quantized)
+            return low_latency_dispatch_kernel<kLaunches, RowKind::Quantized, kLines, L>;
+    }
+    if constexpr (kLaunches != LowLatencyLaunches::Send && kLines) {
+        if (kind == RowKind::Flat)
+            return low_latency_dispatch_kernel<kLaunches, RowKind::Flat, kLines, L>;
+    }
+    return low_latency_dispatch_kernel<kLaunches, RowKind::Grouped, kLines, L>;
+}
+
 template <LowLatencyLaunches kLaunches, class T, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_combine_kernel(const __grid_constant__ L launch) {
