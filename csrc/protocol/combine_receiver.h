@@ -17,7 +17,7 @@ namespace ep {
 // Progress of a channel's receivers, in tokens of all calls.
 struct ReceiverOrder {
     uint64_t before;    // tokens of all calls before this one
-    uint64_t taken_up;  // tokens whose slots are known
+    uint64_t assigned;  // tokens whose slots are known
     uint64_t freed;     // tokens whose slots are free
     uint64_t own_rows;  // rows of this rank's own experts that this call's tokens have taken up
 };
@@ -32,7 +32,7 @@ template <WarpLike W, class F>
 EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
     const TransferArgs& args = rings.args;
     const int peers = args.topology().ranks_per_node, nodes = args.other_nodes();
-    auto open = [](InCursor& in) { in.taken_up = in.next; };
+    auto open = [](InCursor& in) { in.assigned = in.next; };
     for (int first = 0; first < peers; first += 32) {
         warp.lanes(lanes_from(first, peers),
                    [&](int lane) { open(rings.nvl_in(args.node(), first + lane)); });
@@ -132,21 +132,21 @@ struct TokenReceiver {
     }
 
     // Finds the slots of the rows. A lone receiver reads them from the rings' cursors later.
-    EP_FN bool take_up(int token) {
+    EP_FN bool assign_slots(int token) {
         if constexpr (kAlone) return true;
-        const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
-        if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return false;
+        const auto may_assign = [&](int) { return reached(order.assigned, token); };
+        if (!warp.wait_all(Wait::ReceiverOrder, 1, may_assign)) return false;
         if (token == first) open_in_rings(warp, rings);
         received = first_received + static_cast<int64_t>(order.own_rows);
         warp.lanes(format.topk, [&](int lane) {
             if (source[lane] >= 0 && !is_own(source[lane]))
-                next[lane] = ring_of(source[lane]).taken_up;
+                next[lane] = ring_of(source[lane]).assigned;
         });
         warp.lanes(format.topk, [&](int lane) {
-            if (others >> lane & 1) ring_of(source[lane]).taken_up = next[lane] + 1;
+            if (others >> lane & 1) ring_of(source[lane]).assigned = next[lane] + 1;
             if (own >> lane & 1) order.own_rows = received + 1 - first_received;
         });
-        warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);
+        warp.template publish<Scope::Rank>(&order.assigned, before + (token - first) + 1);
         return true;
     }
 
@@ -273,7 +273,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         one.expert = following;
         if (token + receivers < end) read_experts(token + receivers);
         one.find_sources();
-        if (!one.take_up(token)) return;
+        if (!one.assign_slots(token)) return;
         one.sum_own();
         if (!one.wait_for_rows(token) || !one.add_rows(token)) return;
         if (!one.free_slots(token, token + 1 == end)) return;

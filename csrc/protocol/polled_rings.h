@@ -63,7 +63,7 @@ EP_FN void poll_rings(W& warp, const Rings<F>& rings, int first, int count, Wait
     const Topology& topology = rings.args.topology();
     const int lanes = lanes_from(0, count);
     PerLane<W, int> at, rank_of, left, end, all_left, node_of, peer_of;
-    auto take_up = [&](int lane, int which) {
+    auto serve_ring = [&](int lane, int which) {
         at[lane] = which < count ? which : lane;
         const int rank = rank_of[lane] = rings.args.other_rank(first + at[lane]);
         node_of[lane] = topology.node_of(rank);
@@ -78,13 +78,13 @@ EP_FN void poll_rings(W& warp, const Rings<F>& rings, int first, int count, Wait
     warp.lanes(lanes, [&](int lane) {
         all_left[lane] = 0;
         for (int which = lane; which < count; which += 32) {
-            take_up(lane, which);
+            serve_ring(lane, which);
             const int rows = layout.received(rings.channel, rank_of[lane]);
             auto& ring = cursor(node_of[lane], peer_of[lane]);
             ring.end = ring.next + rows;
             all_left[lane] += rows;
         }
-        take_up(lane, lane);
+        serve_ring(lane, lane);
         read_left(lane);
     });
     auto has_more = [&](int lane) { return all_left[lane] > 0; };
@@ -96,7 +96,7 @@ EP_FN void poll_rings(W& warp, const Rings<F>& rings, int first, int count, Wait
                 if (is_met(mine)) break;
             }
             if (count > 32) {
-                take_up(lane, at[lane] + 32);
+                serve_ring(lane, at[lane] + 32);
                 read_left(lane);
             }
         }

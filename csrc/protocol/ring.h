@@ -23,7 +23,7 @@ struct InCursor {
     uint64_t next;       // slots read so far
     uint64_t published;  // slots returned to the producer
     uint64_t end;        // value of `next` at the end of this call
-    uint64_t taken_up;   // combine: slots that are assigned to a receiver
+    uint64_t assigned;   // combine: slots that are assigned to a receiver
 };
 
 // One number for what both ends of a ring must agree on: the call, its layout, and the rows' shape

@@ -29,7 +29,7 @@ from megatron_ep.errors import EPError
 from megatron_ep.fabrics import verbs
 from megatron_ep.meeting import codec
 from megatron_ep.meeting.addresses import VARIABLE, own_address
-from megatron_ep.meeting.rendezvous import LOOK_S, WARN_S, StoreRendezvous
+from megatron_ep.meeting.rendezvous import CHECK_S, WARN_S, StoreRendezvous
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
@@ -140,7 +140,7 @@ class Network:
             limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[int, socket.socket]:
-                made = _connect_all(self._rank, others, listening, listener, self._machines, limit, rendezvous.look)
+                made = _connect_all(self._rank, others, listening, listener, self._machines, limit, rendezvous.check)
                 connections = {rank: stack.enter_context(connection) for rank, connection in made.items()}
                 for rank, pair in pairs.items():
                     pair.connect(listening[rank].pairs[self._rank])
@@ -464,12 +464,12 @@ def join(
         if other < rank:
             joining.call(other)
     deadline = time.monotonic() + limit
-    look_at = time.monotonic() + LOOK_S
+    check_at = time.monotonic() + CHECK_S
     try:
         while len(joining.made) < len(others) and (now := time.monotonic()) < deadline:
-            if now > look_at:
+            if now > check_at:
                 look(joining.made, joining.why)
-                look_at = now + LOOK_S
+                check_at = now + CHECK_S
             for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
                 if key.fileobj is listener:
                     joining.welcome(listener)

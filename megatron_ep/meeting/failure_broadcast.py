@@ -100,7 +100,7 @@ class FailureBroadcast:
                 self._wake.wait(self._interval)
                 self._wake.clear()
                 if not self._is_over:
-                    self._look()
+                    self._exchange()
         except ValueError as error:
             log.warning(
                 "the store of torch.distributed holds a report of a failure that no rank has written: %s", error
@@ -111,7 +111,7 @@ class FailureBroadcast:
             self._is_awaited = False
             self._is_known.set()
 
-    def _look(self) -> None:
+    def _exchange(self) -> None:
         with self._lock:
             epoch, own, first = self._epoch, self._own, self._first
         key = f"first failure/{epoch}"

@@ -27,7 +27,7 @@ NOT_COMING = "does not come to"
 NAME = re.compile("[0-9a-f]{32}")
 DECISION_S = 10.0  # seconds within which the first rank's decision arrives after its own wait has ended
 HEARD_S = 5.0  # seconds that the first rank, whose process may keep the store, waits until others know of a failure
-LOOK_S = 1.0  # seconds between two checks of a waiting rank for ranks that will not come; longer with many ranks
+CHECK_S = 1.0  # seconds between two checks of a waiting rank for ranks that will not come; longer with many ranks
 WARN_S = 10.0  # seconds after which a wait is logged
 MIN_POLL_S, MAX_POLL_S = 1e-3, 20e-3
 MAX_READERS = 20_000  # reads of a store per second, by all ranks together
@@ -154,12 +154,12 @@ class StoreRendezvous:
     def barrier(self) -> None:
         self.gather(None)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raises EPError if a rank has failed in this step, or its process has ended. For steps that wait for other
         ranks, except in the first exchange."""
 
         def decided() -> str:
-            self._look()
+            self._check_ranks()
             return self._text(self._store.get(self._key("decision"))) if self._is_there("decision") else ""
 
         if why := self._ask(DECISION_S, decided):
@@ -247,12 +247,12 @@ class StoreRendezvous:
         question, place, store = new_name(), self._place, self._connection
         answer, why = f"answer/{question}", ""
 
-        def look() -> None:
+        def check() -> None:
             nonlocal why
             why = self._why_not()
 
         place.write(store, question)
-        if not self._poll(lambda: bool(why) or store.check([answer]), end - time.monotonic(), look) or why:
+        if not self._poll(lambda: bool(why) or store.check([answer]), end - time.monotonic(), check) or why:
             place.write(store)
             raise _error_of(why or self._absence([0], wait))
         name = store.get(answer).decode(errors="replace")
@@ -309,14 +309,14 @@ class StoreRendezvous:
                 self._answer_questions(self._missing())
             return self._is_there("decision")
 
-        def look() -> None:
+        def check() -> None:
             nonlocal warn_at
             if time.monotonic() > warn_at:
                 warn_at = end
                 log.warning("%s; they may take %g s", self._absence(self._missing(), WARN_S), wait)
-            self._look()
+            self._check_ranks()
 
-        if not self._poll(is_over, end - time.monotonic(), look):
+        if not self._poll(is_over, end - time.monotonic(), check):
             self._decide(self._absence(self._missing(), wait))
         if self._is_there("decision"):
             self._left.exchanges.append((self.exchanges, 0))
@@ -335,7 +335,7 @@ class StoreRendezvous:
             return self._is_there("decision") or (time.monotonic() > end and not self._is_there(0))
 
         wait = end - time.monotonic()
-        if not self._poll(is_over, wait + DECISION_S / 2, self._look):
+        if not self._poll(is_over, wait + DECISION_S / 2, self._check_ranks):
             self._decide(f"rank 0 came to {self._step()}, and did not say whether all had")
         if not self._is_there("decision"):
             self._decide(self._absence([0], self.timeout.total_seconds()))
@@ -371,25 +371,25 @@ class StoreRendezvous:
         with contextlib.suppress(RuntimeError):
             self._ask(DECISION_S, publish)
 
-    def _poll(self, is_over: Callable[[], bool], seconds: float, look: Callable[[], None]) -> bool:
-        """Waits until `is_over` and returns whether it was in time. Calls `look` soon, and then about once a second."""
+    def _poll(self, is_over: Callable[[], bool], seconds: float, check: Callable[[], None]) -> bool:
+        """Waits until `is_over`, and returns whether it was in time. Calls `check` soon, then about once a second."""
         gone, pause = self._gone, MIN_POLL_S
         now = time.monotonic()
-        end, look_at = now + seconds, now + MAX_POLL_S
+        end, check_at = now + seconds, now + MAX_POLL_S
         while not is_over():
             now = time.monotonic()
             if gone.is_set():
                 raise EPError("nobody waits for it any more")
             if now > end:
                 return False
-            if now > look_at:
-                look()
-                look_at = now + max(LOOK_S, 2 * NEAR * self.world_size / MAX_READERS)
+            if now > check_at:
+                check()
+                check_at = now + max(CHECK_S, 2 * NEAR * self.world_size / MAX_READERS)
             time.sleep(pause)
             pause = min(1.5 * pause, max(MAX_POLL_S, self.world_size / MAX_READERS))
         return True
 
-    def _look(self) -> None:
+    def _check_ranks(self) -> None:
         """Ends the exchange for all ranks if a rank will not come."""
         fates = {rank: one.fate for rank, one in self._presences(self._near()).items()} | dict(self.watch())
         ended = {rank: fate for rank, fate in sorted(fates.items()) if fate and fate.startswith(processes.ENDED)}

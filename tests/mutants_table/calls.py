@@ -37,7 +37,7 @@ FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
             batch = 0;
         }»"""
-TAKEN_UP = "warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);"
+ASSIGNED = "warp.template publish<Scope::Rank>(&order.assigned, before + (token - first) + 1);"
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
                 OutCursor& out = rings.nvl_out(node, first + lane);
@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "combine_receiver: slots are taken up out of order",
         COMBINE_RECEIVER,
-        "if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return false;",
+        "if (!warp.wait_all(Wait::ReceiverOrder, 1, may_assign)) return false;",
     ),
     Mutant(
         "combine_receiver: slots are freed out of order",
@@ -238,7 +238,7 @@ MUTANTS = [
         "!here || (kAlone",
         "(kAlone",
     ),
-    changed("combine_receiver: a credit for taking up", COMBINE_RECEIVER, TAKEN_UP, "publish<", "credit<"),
+    changed("combine_receiver: a credit for taking up", COMBINE_RECEIVER, ASSIGNED, "publish<", "credit<"),
     changed("combine_receiver: a credit for freeing", COMBINE_RECEIVER, FREED, "publish<", "credit<"),
     changed(
         "combine_receiver: the order by a plain load",

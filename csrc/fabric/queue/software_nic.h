@@ -25,7 +25,7 @@ namespace ep {
 
 // The GPU's side where it posts in a card's queues directly. Called when queues are connected, on
 // the thread that connects them.
-class GpuOfCards {
+class CardMapper {
   public:
     // Memory of the GPU for all queues of a port.
     virtual CardQueue* cards() = 0;
@@ -35,7 +35,7 @@ class GpuOfCards {
     virtual void upload(const std::vector<CardQueue>& cards) = 0;
 
   protected:
-    ~GpuOfCards() = default;
+    ~CardMapper() = default;
 };
 
 // A thread that carries out the send queues of one rank as a network card would: to ranks of other
@@ -99,13 +99,13 @@ class SoftwareNic {
         };
         std::vector<Side> sides_;       // by rank
         std::vector<CardQueue> cards_;  // by queue
-        GpuOfCards* gpu_ = nullptr;
+        CardMapper* gpu_ = nullptr;
     };
     // Memory of queues in which a GPU posts. The thread polls them, because a GPU cannot wake it.
     struct QueueMemory {
         char* shared;  // see SendQueues
         SendQueue::Producer* producers;
-        GpuOfCards* cards = nullptr;  // with a direct card
+        CardMapper* cards = nullptr;  // with a direct card
     };
 
     // All ranks open the same ports in the same order. heaps: by rank, as the network reads and

@@ -76,12 +76,12 @@ void QueueFabricParams::reset_signals(int, uint64_t) const {
     synchronize_device();
 }
 
-CardsOfGpu::CardsOfGpu(int device, size_t count)
+GpuCardMapper::GpuCardMapper(int device, size_t count)
     : device_(device), memory_(device_array<CardQueue>(device, count)) {
     check_cuda(cudaMemset(memory_.get(), 0, count * sizeof(CardQueue)), "cudaMemset");
 }
 
-void CardsOfGpu::reach(verbs::DirectPair& pair, CardQueue& card) {
+void GpuCardMapper::reach(verbs::DirectPair& pair, CardQueue& card) {
     const DeviceGuard guard(device_);
     const auto reach_ring = [&]<class T>(T*& ring, size_t count, MappedPages::Of what) {
         const auto pages = MappedPages::around(ring, count * sizeof(T), what);
@@ -94,7 +94,7 @@ void CardsOfGpu::reach(verbs::DirectPair& pair, CardQueue& card) {
     reach_ring(card.bell, 1, MappedPages::Of::Registers);
 }
 
-void CardsOfGpu::upload(const std::vector<CardQueue>& cards) {
+void GpuCardMapper::upload(const std::vector<CardQueue>& cards) {
     const DeviceGuard guard(device_);
     check_cuda(cudaMemcpy(memory_.get(), cards.data(), cards.size() * sizeof(CardQueue),
                           cudaMemcpyHostToDevice),
@@ -104,7 +104,7 @@ void CardsOfGpu::upload(const std::vector<CardQueue>& cards) {
 void try_card(const std::shared_ptr<verbs::Card>& card, int device) {
     verbs::DirectPair pair(card, SoftwareNic::kDepth);
     CardQueue queue = queue_in(pair.rings());
-    CardsOfGpu(device, 1).reach(pair, queue);
+    GpuCardMapper(device, 1).reach(pair, queue);
 }
 
 }  // namespace ep

@@ -25,9 +25,9 @@ class PinnedReport {
 };
 
 // The GPU's side of the queues of a direct card. Their descriptions lie in the GPU's memory.
-class CardsOfGpu : public GpuOfCards {
+class GpuCardMapper : public CardMapper {
   public:
-    CardsOfGpu(int device, size_t count);
+    GpuCardMapper(int device, size_t count);
 
     CardQueue* cards() override { return memory_.get(); }
     void reach(verbs::DirectPair& pair, CardQueue& card) override;
@@ -70,7 +70,7 @@ class QueueHeap {
     int device_;
     Resource<char[]> network_, queues_;
     Resource<SendQueue::Producer[]> producers_;
-    std::optional<CardsOfGpu> cards_;
+    std::optional<GpuCardMapper> cards_;
     std::shared_ptr<SoftwareNic::Port> port_;
     QueueFabricParams params_{};
 };
