@@ -421,25 +421,25 @@ def _connect_all(
     listener: socket.socket,
     machines: Sequence[str],
     limit: float,
-    look: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[int, socket.socket]:
     """Returns the connections to the others. Raises EPError with the ranks that could not be reached in time, and what
-    `look` raises, which is called about once a second."""
+    `check` raises, which is called about once a second."""
     warn_at = time.monotonic() + WARN_S
 
-    def look_and_warn(made: Mapping[int, socket.socket], why: Mapping[int, str]) -> None:
+    def check_and_warn(made: Mapping[int, socket.socket], why: Mapping[int, str]) -> None:
         nonlocal warn_at
         if time.monotonic() > warn_at:
             warn_at += limit
             log.warning(
                 "%s; it tries for %g s", _unreached(rank, missing(made), listening, machines, why, WARN_S), limit
             )
-        look()
+        check()
 
     def missing(made: Mapping[int, socket.socket]) -> list[int]:
         return [other for other in others if other not in made]
 
-    made, why = join(rank, others, listening, listener, limit, look_and_warn)
+    made, why = join(rank, others, listening, listener, limit, check_and_warn)
     if absent := missing(made):
         for connection in made.values():
             connection.close()
@@ -453,9 +453,9 @@ def join(
     listening: Sequence[Listening],
     listener: socket.socket,
     limit: float,
-    look: Callable[[Mapping[int, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
+    check: Callable[[Mapping[int, socket.socket], Mapping[int, str]], None] = lambda made, why: None,
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """Returns the connections made in `limit` seconds, and errors of those that this rank could not make. look: called
+    """Returns the connections made in `limit` seconds, and errors of those that this rank could not make. check: called
     with both about once a second; ends the set-up by raising."""
     joining = _Joining(rank, listening)
     callers = {other for other in others if other > rank}
@@ -468,7 +468,7 @@ def join(
     try:
         while len(joining.made) < len(others) and (now := time.monotonic()) < deadline:
             if now > check_at:
-                look(joining.made, joining.why)
+                check(joining.made, joining.why)
                 check_at = now + CHECK_S
             for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
                 if key.fileobj is listener:
