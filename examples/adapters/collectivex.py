@@ -4,6 +4,7 @@ docs/benchmarks.md says how to put it in. CollectiveX creates one instance per c
 and calls its methods; it has the inputs, the timing and the check of all results.
 
 normal: one row per (token, rank), which arrives with the token's local experts and their weights; combine adds rows.
+Buffers for few tokens get CollectiveX's limit as Config.max_tokens.
 low-latency: one row per (token, expert), both ways; combine multiplies by the weights at the token, as the check of
 CollectiveX does.
 fp8: values of float8_e4m3fn with a float32 scale per 128 elements, converted within the measured dispatch.
@@ -44,7 +45,9 @@ class MegatronEPBackend(EPBackend):
         return MAX_LOW_LATENCY_TOKENS if self.mode == "low-latency" else None
 
     def create_buffer(self, spec):
-        self.buffer = ep.Buffer(None, ep.Config(num_experts=self.args.experts), device=self.device.type)
+        few = spec.max_tokens_per_rank if spec.max_tokens_per_rank <= MAX_LOW_LATENCY_TOKENS else None
+        config = ep.Config(num_experts=self.args.experts, max_tokens=few if self.mode == "normal" else None)
+        self.buffer = ep.Buffer(None, config, device=self.device.type)
         if self.mode == "low-latency":
             self.low_latency = ep.LowLatency(
                 self.buffer, max_tokens=spec.max_tokens_per_rank, hidden=self.args.hidden, topk=self.args.topk

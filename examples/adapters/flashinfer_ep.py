@@ -18,6 +18,7 @@ import torch
 from flashinfer import moe_ep
 
 import megatron_ep as ep
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS
 
 REPLACED = "nccl_ep"
 
@@ -34,7 +35,8 @@ class MegatronFleet(moe_ep.Fleet):
         self.most_rows = bootstrap.world_size * params.max_tokens_per_rank
         device = "cuda" if torch.cuda.is_available() else "cpu"
         row_bytes = params.token_hidden_size * params.dtype_bytes
-        config = ep.Config(num_experts=params.num_experts, row_bytes=row_bytes)
+        few = params.max_tokens_per_rank if params.max_tokens_per_rank <= MAX_LOW_LATENCY_TOKENS else None
+        config = ep.Config(num_experts=params.num_experts, row_bytes=row_bytes, max_tokens=few)
         self.buffer = ep.Buffer(bootstrap.process_group, config, device=device)
         self._low_latency: ep.LowLatency | None = None
 
