@@ -175,8 +175,8 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     int64_t max_received = 0;
     // Zeros recv_weights of rows that no token fills, and sets their recv_experts to -1.
     bool clears_weights = false;
-    int32_t* recv_experts =
-        nullptr;  // [max_rows, K] or null, flat: local experts of each row, or -1
+    // [max_rows, K] or null, flat: local experts of each row, or -1
+    int32_t* recv_experts = nullptr;
     // [2, L] or null, padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert = nullptr;
 

@@ -35,7 +35,9 @@ class MegatronFleet(moe_ep.Fleet):
         self.most_rows = bootstrap.world_size * params.max_tokens_per_rank
         device = "cuda" if torch.cuda.is_available() else "cpu"
         row_bytes = params.token_hidden_size * params.dtype_bytes
-        few = params.max_tokens_per_rank if params.max_tokens_per_rank <= MAX_LOW_LATENCY_TOKENS else None
+        self.is_low_latency = params.algorithm is moe_ep.EpAlgorithm.LOW_LATENCY
+        has_few = not self.is_low_latency and params.max_tokens_per_rank <= MAX_LOW_LATENCY_TOKENS
+        few = params.max_tokens_per_rank if has_few else None
         config = ep.Config(num_experts=params.num_experts, row_bytes=row_bytes, max_tokens=few)
         self.buffer = ep.Buffer(bootstrap.process_group, config, device=device)
         self._low_latency: ep.LowLatency | None = None
@@ -52,8 +54,7 @@ class MegatronFleet(moe_ep.Fleet):
 
     def create_handle(self, params, algo_knobs=()):
         [weights] = [knob.weights for knob in algo_knobs if isinstance(knob, moe_ep.HandleAlgoKnobTopKWeights)]
-        is_low_latency = self.params.algorithm is moe_ep.EpAlgorithm.LOW_LATENCY
-        return (LowLatencyHandle if is_low_latency else FlatHandle)(self, params.topk_ids, weights)
+        return (LowLatencyHandle if self.is_low_latency else FlatHandle)(self, params.topk_ids, weights)
 
     def update_topology(self, bootstrap, algo_knobs=()):
         raise NotImplementedError("the ranks of a buffer are fixed")

@@ -94,8 +94,8 @@ class DistributedRankGroup(RankGroup):
             if memory is None and connected is None and self._is_one_machine and (lacking := lacks()):
                 self._memory_kind = peer_memory.IPC
                 fabric = dataclasses.replace(fabric, reason=f"{fabric.reason}; by CUDA IPC, because {lacking}")
-            own = dataclasses.replace(self._infos[self.rank], memory_in_use=self._memory_kind)
-            self._infos = [*self._infos[: self.rank], own, *self._infos[self.rank + 1 :]]
+            own = self._infos[self.rank]
+            self._infos[self.rank] = dataclasses.replace(own, memory_in_use=self._memory_kind)
         connection, fabric = connect.connect(self._gpu_rank(sms), self.topology, self.heap, fabric)
         self._network = connection.network
         self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms, self.rank)

@@ -66,9 +66,9 @@ class OneHopDispatchPlan:
         world, local_experts = group.topology.world_size, group.num_local_experts
         self.room = request.max_recv_tokens or request.expert_capacity * local_experts
         if not self.room:
-            copies, padding = min(self.topk, local_experts), local_experts * (request.expert_alignment - 1)
-            self.room = world * launches.max_tokens * (1 if self.is_flat else copies)
-            self.room += 0 if self.is_flat else padding
+            grouped = min(self.topk, local_experts), local_experts * (request.expert_alignment - 1)
+            copies, padding = (1, 0) if self.is_flat else grouped
+            self.room = world * launches.max_tokens * copies + padding
         members = {
             "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
             "expert_alignment": request.expert_alignment,

@@ -93,10 +93,9 @@ void CudaLowLatency<P>::load_dispatch() {
     using L = LowLatencyDispatchLaunch<P>;
     with_lines<P>(heap_.lines, [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-            for (const RowKind kind : {RowKind::Quantized, RowKind::Flat, RowKind::Grouped}) {
-                const auto kernel = kernels::low_latency_dispatch_of<kLaunches, kLines, L>(kind);
-                early_ = may_come_early(load(kernel), group_.device());
-            }
+            auto kernel_of = kernels::low_latency_dispatch_of<kLaunches, kLines, L>;
+            for (const RowKind kind : {RowKind::Quantized, RowKind::Flat}) load(kernel_of(kind));
+            early_ = may_come_early(load(kernel_of(RowKind::Grouped)), group_.device());
         });
     });
 }
