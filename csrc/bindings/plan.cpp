@@ -39,8 +39,8 @@ void bind_plan(py::module_& m) {
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
         py::arg("channels"), py::arg("ring_rows"), py::arg("combine"),
-        "Returns the warps of each channel by role, see launch/cuda/roles.h; None if they do not "
-        "fit. ring_rows: rows of the smallest ring that combine's receivers read.");
+        "Returns the warps of each channel by role, see launch/channel_roles.h; None if they do "
+        "not fit. ring_rows: rows of the smallest ring that combine's receivers read.");
 }
 
 }  // namespace ep

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "launch/cuda/roles.h"
+#include "launch/channel_roles.h"
 #include "protocol/combine_receiver.h"
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"

@@ -2,7 +2,7 @@
 
 #include "core/args.h"
 #include "exec/warp.h"
-#include "protocol/counts.h"
+#include "protocol/count_tables.h"
 
 namespace ep {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/counts.h"
+#include "protocol/count_tables.h"
 #include "protocol/low_latency_dispatch_send.h"
 
 namespace ep {

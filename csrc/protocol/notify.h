@@ -3,7 +3,7 @@
 #include "core/args.h"
 #include "exec/warp.h"
 #include "fabric/fabric.h"
-#include "protocol/counts.h"
+#include "protocol/count_tables.h"
 #include "protocol/layout.h"
 
 namespace ep {

@@ -1,13 +1,12 @@
 // Which warp of a GPU does what: every role of every channel belongs to one warp, on no more SMs
 // than there are, and roles of notify share warps only where SMs are short.
 
-#include "launch/cuda/roles.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "launch/channel_roles.h"
 #include "protocol/notify.h"
 
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/args.h"
-#include "launch/cuda/roles.h"
+#include "launch/channel_roles.h"
 
 namespace ep {
 

@@ -4,7 +4,7 @@
 #include "core/function.h"
 #include "core/outputs.h"
 #include "exec/device/device_rank.h"
-#include "launch/cuda/roles.h"
+#include "launch/channel_roles.h"
 
 namespace ep {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/topology.h"
-#include "launch/cuda/roles.h"
+#include "launch/channel_roles.h"
 #include "tools/simulate/card.h"
 #include "tools/simulate/cluster.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "launch/channel_roles.h"
 #include "launch/cuda/launch_params.h"
-#include "launch/cuda/roles.h"
 
 // Nothing runs: names for what is launched.
 namespace ep {
