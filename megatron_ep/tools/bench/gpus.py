@@ -222,7 +222,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         )
         return ep.combine(rows.x, rows.handle)
 
-    steps = {
+    return {
         ("dispatch", "ours"): lambda: ep.dispatch(tokens.x, topk_weights=tokens.weights, handle=handle),
         ("dispatch", "ours_with_counts"): with_counts,
         ("dispatch", "ours_host_waits"): host_waits,
@@ -232,7 +232,5 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         ("combine", "ours"): lambda: ep.combine(expected, handle),
         ("there and back", "ours_with_counts"): there_and_back,
         ("there and back, flat", "ours_with_counts"): there_and_back_flat,
+        **({("dispatch", "ours_wrong_guess"): wrong_guess} if group.last_counts else {}),  # none in one hop
     }
-    if group.last_counts is not None:  # a dispatch in one hop expects no counts
-        steps["dispatch", "ours_wrong_guess"] = wrong_guess
-    return steps
