@@ -17,7 +17,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Given
-from megatron_ep.buffer.launches import Launches
+from megatron_ep.buffer.launch_events import LaunchEvents
 from megatron_ep.errors import EPStuckError
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
@@ -68,7 +68,7 @@ class CudaBackend(Backend):
         network, timeout = connection.network, connection.library_timeout
         super().__init__(connection.group, None if network is None else network.nic)
         self.connection = connection
-        self._launches = Launches(timeout, self._under_way)
+        self._launches = LaunchEvents(timeout, self._under_way)
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
@@ -214,7 +214,7 @@ class CudaBackend(Backend):
         torch.cuda.synchronize(self._device)
 
     def _under_way(self) -> tuple[str, bool] | None:
-        """Returns the call that the GPU has entered and not finished, see `Launches`."""
+        """Returns the call that the GPU has entered and not finished, see `LaunchEvents`."""
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep.buffer import cuda
-from megatron_ep.buffer import launches as launches_module
-from megatron_ep.buffer.launches import MAX_TIMEOUTS, Launches
+from megatron_ep.buffer import cuda, launch_events
+from megatron_ep.buffer.launch_events import MAX_TIMEOUTS, LaunchEvents
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
 
@@ -155,8 +154,8 @@ def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
 
 def test_each_launch_has_its_own_time(stream: Stream, monkeypatch) -> None:
     now = 0.0
-    monkeypatch.setattr(launches_module, "time", SimpleNamespace(monotonic=lambda: now))
-    launches = Launches(TIMEOUT)
+    monkeypatch.setattr(launch_events, "time", SimpleNamespace(monotonic=lambda: now))
+    launches = LaunchEvents(TIMEOUT)
     for _ in range(4):
         with launches.record(stream):
             pass
@@ -234,11 +233,11 @@ def test_a_replay_that_does_not_end_is_told_to_those_who_wait(stream: Stream) ->
 
 
 def test_replays_that_go_on_are_not_stuck(stream: Stream) -> None:
-    launches = Launches(TIMEOUT, lambda: next(calls))
+    launches = LaunchEvents(TIMEOUT, lambda: next(calls))
     launches.are_captured = True
     calls = itertools.chain.from_iterable([(f"call {n}", False)] * 10 + [None] for n in range(4))
     now = itertools.count(step=TIMEOUT / 9)  # a look each
-    with mock.patch.object(launches_module, "time", SimpleNamespace(monotonic=lambda: next(now))):
+    with mock.patch.object(launch_events, "time", SimpleNamespace(monotonic=lambda: next(now))):
         for _ in range(44):
             launches.check()
         calls = itertools.repeat(("call 5", True))  # given up: its kernel may have ended, what is behind it has not

@@ -20,7 +20,7 @@ WAITS_INSIDE = (
 )
 
 
-class Launches:
+class LaunchEvents:
     """Events around launches, in order, except those that a CUDA graph captures.
 
     timeout: seconds after which each wait of a launch ends, except those inside a library that carries its puts. None:
