@@ -25,6 +25,7 @@ from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.megatron.announce import announce, count_layer
+from megatron_ep.megatron.flags import REFUSED_VALUES
 from megatron_ep.megatron.options import Options
 from megatron_ep.megatron.replays import Layout, Replays, unread_combine
 from megatron_ep.megatron.shared_buffers import (
@@ -64,7 +65,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     Raises ValueError if TP is over 32; for 1F1B overlap without flex + hybridep (or ncclep) declared, or with a
     Megatron whose schedule uses a dispatcher in another way; for options that are out of range or that contradict the
-    config.
+    config; for values of `flags.REFUSED_VALUES`.
 
     A decoding step of Megatron's inference promises few tokens, see `_promise`.
     """
@@ -441,14 +442,17 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
 
 
 def _check_options(options: Options, config: TransformerConfig) -> None:
-    for name, excluded in {
-        "moe_expert_rank_capacity_factor": ("moe_pad_expert_input_to_capacity",),
-        # The overlap frees rows that combine would keep for its backward pass.
-        "moe_apply_probs_on_combine": ("moe_apply_probs_on_input", "overlap_moe_expert_parallel_comm"),
-    }.items():
-        for other in excluded:
-            if getattr(options, name) and getattr(config, other):
-                raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
+    for flag, (refused, why) in REFUSED_VALUES.items():
+        value = getattr(config, name := flag[2:].replace("-", "_"), None)
+        if value is not None and refused in (None, value):
+            raise ValueError(f"{name} is {value!r}: {why}")
+    for name, other in (
+        ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"),
+        ("moe_apply_probs_on_combine", "moe_apply_probs_on_input"),
+        ("moe_apply_probs_on_combine", "overlap_moe_expert_parallel_comm"),  # frees rows that combine would keep
+    ):
+        if getattr(options, name) and getattr(config, other):
+            raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
 
 
 def _declares_grouped(config: TransformerConfig) -> bool:

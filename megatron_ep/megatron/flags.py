@@ -1,6 +1,5 @@
 """Flags of Megatron's training scripts that concern the dispatcher: translated, without effect, or refused. All other
-flags are unchanged; docs/megatron.md has the whole table.
-"""
+flags are unchanged; docs/megatron.md has the whole table."""
 
 from __future__ import annotations
 
@@ -127,11 +126,8 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
             result.notes.append(f"{flag} {value}: this project's dispatcher runs{declares}")
     if given[DEEPEP]:
         result.notes.append(f"{DEEPEP}: this project's dispatcher runs")
-    for flags, why_of in (
-        ([flag for flag in SWITCHES_WITHOUT_EFFECT if given[flag]], SWITCHES_WITHOUT_EFFECT),
-        ([flag for flag in VALUES_WITHOUT_EFFECT if given[flag] is not None], VALUES_WITHOUT_EFFECT),
-    ):
-        result.notes += [f"{flag}: {why_of[flag]}" for flag in flags]
+    without_effect = SWITCHES_WITHOUT_EFFECT | VALUES_WITHOUT_EFFECT
+    result.notes += [f"{flag}: {why}" for flag, why in without_effect.items() if given[flag] not in (False, None)]
     for flag in NUM_SMS:
         if given[flag] is not None:
             _take_num_sms(result, flag, given[flag], num_sms)

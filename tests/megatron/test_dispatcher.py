@@ -415,6 +415,18 @@ def test_what_1f1b_overlap_needs_is_asked_before_a_model_is_built():
 
 
 @run_on("four_ranks")
+def test_values_that_pretrain_refuses_are_refused_in_a_config():
+    join_layout(1, W)
+    for name, value in {"moe_combine_bwd_dtype": "mxfp8", "moe_megakernel_backend": "mok"}.items():
+        config = make_config()
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=f"{name} is '{value}': "):
+            make_dispatcher("ours", config)
+    config.moe_megakernel_backend, config.moe_combine_bwd_dtype = None, "bf16"  # the defaults
+    make_dispatcher("ours", config)
+
+
+@run_on("four_ranks")
 def test_a_routing_map_of_another_shape_is_refused():
     join_layout(1, W)
     dispatcher = make_dispatcher("ours", make_config())
