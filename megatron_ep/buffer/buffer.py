@@ -1,4 +1,4 @@
-"""Buffers, which hold the symmetric heaps of all ranks, in one process or in several."""
+"""The buffers that users create. `distributed.py` has the rank of a `Buffer`, `local.py` those of a `LocalCluster`."""
 
 from __future__ import annotations
 

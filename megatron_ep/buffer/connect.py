@@ -1,4 +1,4 @@
-"""Connects the ranks of a buffer on GPUs over the fabric that fits their hosts."""
+"""Connects the ranks of a buffer on GPUs over the fabric that `fabrics/choice.py` has chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend of a buffer: it launches on the buffer's ranks in this process and reports their failures."""
+"""The backend of a buffer: it launches on the buffer's ranks in this process. `cuda.py` and `host.py` implement it."""
 
 from __future__ import annotations
 
