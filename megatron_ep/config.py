@@ -17,7 +17,7 @@ TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 
 # These bounds exceed any machine, and no size computed from them overflows 64 bits (32 bits for numbers of experts).
 MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
-# Limits of the kernels: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
+# Limits of the kernels: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, max_tokens in
 # csrc/core/low_latency_heap.h. Rows are counted in 32 bits.
 MAX_TOPK, MAX_NODE_RANKS, MAX_LOW_LATENCY_TOKENS, MAX_ROWS, MAX_ROW_BYTES = 32, 72, 1024, 2**31 - 1, 2**29
 # Numbers of element types in messages between ranks; the summable ones are those of csrc/core/dtypes.h.

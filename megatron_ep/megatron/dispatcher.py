@@ -445,7 +445,7 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
     for flag, (refused, why) in REFUSED_VALUES.items():
         value = getattr(config, name := flag[2:].replace("-", "_"), None)
         if value is not None and refused in (None, value):
-            raise ValueError(f"{name} is {value!r}: {why}")
+            raise ValueError(f"{name} is {value!r}: {why}: leave it out")
     for name, other in (
         ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"),
         ("moe_apply_probs_on_combine", "moe_apply_probs_on_input"),

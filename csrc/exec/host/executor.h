@@ -1,4 +1,4 @@
-// How roles run and wait on the host; fibers.h and threads.h implement it.
+// How roles run and wait on the host: as fibers (fibers.h), or as threads of a test.
 #pragma once
 
 #include <functional>
