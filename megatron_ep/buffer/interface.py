@@ -80,7 +80,7 @@ class Backend:
         return self.group.aborted
 
     def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
-        """Calls `group.launch`. group: the group of this backend or of a part. stream: the current one.
+        """Calls `launch` of a group, this backend's or a part's (csrc/bindings/launcher.cpp). stream: the current one.
 
         The counts of a rank that gave up before it knew all of them are 0, see `aborted`.
         """
