@@ -1,7 +1,7 @@
 """`moe_chunks` and `overlap_dispatch_backward_with_experts_wgrad`: communication of a MoE layer beside its experts.
 
 With two chunks the dispatches D, experts E and combines C of the halves of a layer's tokens are called in the order
-D0 E0 D1 E1 C0 C1, the calls on the communication stream; torch runs the backward pass in the mirrored order. So D1
+D0 D1 E0 C0 E1 C1, the calls on the communication stream; torch runs the backward pass in the mirrored order. So D1
 runs beside E0 and C0 beside E1. The weights' gradients of the experts run beside the backward pass of dispatch.
 """
 
@@ -104,19 +104,21 @@ class Chunks:
         weights = [chunk.recognize_replay(of) for chunk, of in zip(chunks, weights, strict=True)]
         stream = torch.cuda.current_stream() if hidden_states.is_cuda else None
         began = _event(stream)
-        if n > 1:  # the host waits for all counts before it launches experts, whose end it would wait for otherwise
-            for chunk, x in zip(chunks, xs, strict=True):
-                overlap.start(chunk.exchange_counts, x, previous_event=began)
-        computed = []
-        for i, chunk in enumerate(chunks):
-            given = (chunk, i == 0, stream, xs[i], weights[i], ids[i])
-            rows, row_probs, counts = overlap.start(self._send, *given, previous_event=began).wait()
+        for chunk, x in zip(chunks[1:], xs[1:], strict=True):
+            # Otherwise the host, when it needs these counts, would wait for the end of the dispatches before.
+            overlap.start(chunk.exchange_counts, x, previous_event=began)
+        dispatches = [
+            overlap.start(self._send, *of_chunk, i == 0, stream, previous_event=began)
+            for i, of_chunk in enumerate(zip(chunks, xs, weights, ids, strict=True))
+        ]
+        combines = []
+        for chunk, dispatch in zip(chunks, dispatches, strict=True):
+            rows, row_probs, counts = dispatch.wait()
             whole._comm_manager.tokens_per_expert = counts
             output, _ = compute(rows, row_probs)
-            computed.append((chunk.token_combine, output, _event(stream)))
-        pending = [overlap.start(call, output, previous_event=event) for call, output, event in computed]
+            combines.append(overlap.start(chunk.token_combine, output))
         self._last_counts = [chunk._last_counts for chunk in chunks]
-        sums = [each.wait() for each in pending]
+        sums = [combine.wait() for combine in combines]
         return torch.cat(sums) if n > 1 else sums[0], None
 
     def _chunk(self, whole: EPTokenDispatcher, number: int, ids: torch.Tensor) -> EPTokenDispatcher:
@@ -129,13 +131,14 @@ class Chunks:
     def _send(
         self,
         chunk: EPTokenDispatcher,
-        ends_backward: bool,
-        stream: torch.cuda.Stream | None,
         x: torch.Tensor,
         probs: torch.Tensor,
-        _: torch.Tensor,
+        ids: torch.Tensor,
+        ends_backward: bool,
+        stream: torch.cuda.Stream | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Dispatches a chunk. The last argument, its ids, and the last result, its counts, are used on both streams."""
+        """Dispatches a chunk. ids, and the last result, its counts, are used on both streams."""
+        del ids  # those that the chunk has
         if self._delays:
             weights = [weight for weight in self._layer.experts.parameters() if weight.requires_grad]
             x = DelayedWeights.apply(self._layer.experts, ends_backward, stream, x, *weights) if weights else x
