@@ -51,12 +51,12 @@ std::unique_ptr<RankLauncher> p2p_launcher(const Heap& heap, const std::vector<i
         std::vector<char*>(fabric.heaps, fabric.heaps + memories.size()), device, num_sms, timeout);
 }
 
-std::unique_ptr<LowLatencyLauncher> p2p_low_latency(const RankLauncher& launcher,
+std::unique_ptr<LowLatencyLauncher> p2p_low_latency(RankLauncher& launcher,
                                                     const LowLatencyHeap& heap,
                                                     const std::vector<DeviceMemory*>& memories,
                                                     int blocks) {
     return std::make_unique<CudaLowLatencyLauncher<P2pFabricParams>>(
-        group_of<P2pFabricParams>(launcher), heap, fabric_over(heap.topology, memories),
+        launcher_of<P2pFabricParams>(launcher), heap, fabric_over(heap.topology, memories),
         data_of(memories, launcher.ranks()), blocks);
 }
 

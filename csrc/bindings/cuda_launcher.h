@@ -59,7 +59,18 @@ class CudaLauncher : public RankLauncher {
 
     const Heap& heap() const override { return group_.heap(); }
     const std::vector<int>& ranks() const override { return group_.ranks(); }
-    const CudaGroup<FabricParams>& group() const { return group_; }
+    CudaGroup<FabricParams>& group() { return group_; }
+    // Returns what is to be called during a wait of the host.
+    auto idle() {
+        return [this] {
+            const pybind11::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() != 0) {
+                group_.abort(Outcome::Interrupted, "");
+                throw pybind11::error_already_set();
+            }
+            if (!watch.is_none()) watch();
+        };
+    }
     uint64_t aborted() const override { return group_.aborted(); }
     const ControlBlock& report(size_t index) const override { return group_.report(index); }
     void show_ranks(const std::function<void(int, const ControlBlock&)>& show) override {
@@ -104,15 +115,7 @@ class CudaLauncher : public RankLauncher {
     std::vector<Layout::Totals> wait_for_counts(const std::vector<FusedDispatchArgs>& args,
                                                 const std::vector<DispatchArgs>& ahead,
                                                 void* stream) {
-        const auto look_around = [&] {
-            const pybind11::gil_scoped_acquire gil;
-            if (PyErr_CheckSignals() != 0) {
-                group_.abort(Outcome::Interrupted, "");
-                throw pybind11::error_already_set();
-            }
-            if (!watch.is_none()) watch();
-        };
-        return group_.notify_and_wait(notify_args(args), stream, look_around, ahead);
+        return group_.notify_and_wait(notify_args(args), stream, idle(), ahead);
     }
 
     CudaGroup<FabricParams> group_;
@@ -123,18 +126,24 @@ class CudaLauncher : public RankLauncher {
 template <class FabricParams>
 class CudaLowLatencyLauncher : public LowLatencyLauncher {
   public:
-    CudaLowLatencyLauncher(const CudaGroup<FabricParams>& group, const LowLatencyHeap& heap,
+    CudaLowLatencyLauncher(CudaLauncher<FabricParams>& launcher, const LowLatencyHeap& heap,
                            const FabricParams& fabric, const std::vector<char*>& own_heaps,
                            int blocks)
-        : ranks_(group, heap, fabric, own_heaps, blocks) {}
+        : launcher_(launcher), ranks_(launcher.group(), heap, fabric, own_heaps, blocks) {}
 
     Counted launch(Phase phase, AllArgs args, void* stream) override {
-        if (const auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
-            ranks_.dispatch(halves(phase), *dispatches, stream);
-        } else {
-            const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
-            ranks_.combine(halves(phase), combines, dtype_of(combines), stream);
+        const LowLatencyLaunches launches = halves(phase);
+        if (auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
+            const bool waits =
+                dispatches->front().host_waits && launches != LowLatencyLaunches::Send;
+            if (waits) launcher_.group().request_reports(*dispatches);
+            ranks_.dispatch(launches, *dispatches, stream);
+            if (!waits) return {};
+            return {
+                launcher_.group().wait_for_reports(dispatches->size(), stream, launcher_.idle())};
         }
+        const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
+        ranks_.combine(launches, combines, dtype_of(combines), stream);
         return {};
     }
     const LowLatencyHeap& heap() const override { return ranks_.heap(); }
@@ -143,13 +152,14 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
     void reset() override { ranks_.reset(); }
 
   private:
+    CudaLauncher<FabricParams>& launcher_;
     CudaLowLatency<FabricParams> ranks_;
 };
 
-// Returns the group of a launcher, which must be over this fabric.
+// Returns a launcher as that of its fabric, which must be this one.
 template <class FabricParams>
-const CudaGroup<FabricParams>& group_of(const RankLauncher& launcher) {
-    return dynamic_cast<const CudaLauncher<FabricParams>&>(launcher).group();
+CudaLauncher<FabricParams>& launcher_of(RankLauncher& launcher) {
+    return dynamic_cast<CudaLauncher<FabricParams>&>(launcher);
 }
 
 // Return launchers of one rank on a GPU over a fabric that has the heaps of its node's ranks.
@@ -163,11 +173,11 @@ std::unique_ptr<RankLauncher> launcher_over(const FabricParams& fabric, const He
 }
 template <class FabricParams>
 std::unique_ptr<LowLatencyLauncher> low_latency_over(const FabricParams& fabric,
-                                                     const RankLauncher& launcher,
+                                                     RankLauncher& launcher,
                                                      const LowLatencyHeap& heap, int blocks) {
     const int local = heap.topology.local_of(launcher.ranks().front());
     return std::make_unique<CudaLowLatencyLauncher<FabricParams>>(
-        group_of<FabricParams>(launcher), heap, fabric, std::vector<char*>{fabric.node[local]},
+        launcher_of<FabricParams>(launcher), heap, fabric, std::vector<char*>{fabric.node[local]},
         blocks);
 }
 

@@ -161,8 +161,12 @@ class HostLowLatencyLauncher : public LowLatencyLauncher {
         const LowLatencyLaunches launches = halves(phase);
         const bool sends = launches != LowLatencyLaunches::Receive;
         const bool receives = launches != LowLatencyLaunches::Send;
+        Counted counted;
         launcher_.launch_alone([&](const auto& interrupted) {
-            if (const auto* all = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
+            if (auto* all = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
+                if (receives && all->front().host_waits) counted.totals.resize(all->size());
+                for (size_t i = 0; i < counted.totals.size(); ++i)
+                    (*all)[i].report.totals = &counted.totals[i];
                 if (sends) ranks_.dispatch_send(*all, interrupted);
                 if (receives) ranks_.dispatch_receive(*all, interrupted);
             } else {
@@ -171,7 +175,7 @@ class HostLowLatencyLauncher : public LowLatencyLauncher {
                 if (receives) ranks_.combine_receive(combines, dtype_of(combines), interrupted);
             }
         });
-        return {};
+        return counted;
     }
     const LowLatencyHeap& heap() const override { return ranks_.heap(); }
     const std::vector<int>& ranks() const override { return ranks_.group().ranks(); }

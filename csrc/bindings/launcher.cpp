@@ -91,7 +91,8 @@ const auto& setters_of(const LowLatencyDispatchArgs&) {
          EP_MEMBER(expert_rows), EP_MEMBER(x), EP_MEMBER(scales), EP_MEMBER(weights),
          EP_MEMBER(recv_x), EP_MEMBER(recv_scales), EP_MEMBER(recv_weights), EP_MEMBER(quantize),
          EP_MEMBER(scale_column), EP_MEMBER(recv_rows), EP_MEMBER(tokens_per_expert),
-         EP_MEMBER(max_received), EP_MEMBER(clears_weights), EP_MEMBER(recv_experts)});
+         EP_MEMBER(max_received), EP_MEMBER(clears_weights), EP_MEMBER(recv_experts),
+         EP_MEMBER(host_waits)});
     return setters;
 }
 const auto& setters_of(const LowLatencyCombineArgs&) {

@@ -51,7 +51,7 @@ std::unique_ptr<RankLauncher> queue_launcher(const Heap& heap, int rank, const Q
     return launcher_over(network.fabric(heaps_of(memories)), heap, rank, device, num_sms, timeout);
 }
 
-std::unique_ptr<LowLatencyLauncher> queue_low_latency(const RankLauncher& launcher,
+std::unique_ptr<LowLatencyLauncher> queue_low_latency(RankLauncher& launcher,
                                                       const LowLatencyHeap& heap,
                                                       const QueueHeap& network,
                                                       const Memories& memories, int blocks) {

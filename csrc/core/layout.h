@@ -86,7 +86,13 @@ struct Layout {
         int32_t bad_token;      // 1 + the token whose ids are invalid (0: none)
         int32_t overflow;       // set when rows did not fit into the output
         uint32_t epoch;         // number of the notify that made this layout
-        uint64_t ticket;        // in a copy for the host: which notify it is from; else 0
+        uint64_t ticket;        // in a copy for the host: which call it is from; else 0
+    };
+    // Where a kernel reports totals to a host that waits for them, and the ticket that marks them
+    // as those of this call. totals: host memory, or null if the host does not wait.
+    struct Report {
+        Totals* totals = nullptr;
+        uint64_t ticket = 0;
     };
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/float8.h"
+#include "core/layout.h"
 #include "core/low_latency_heap.h"
 #include "core/pieces.h"
 #include "core/row.h"
@@ -179,6 +180,10 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     int32_t* recv_experts = nullptr;
     // [2, L] or null, padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert = nullptr;
+    // The host waits for the number of rows: Totals::expert_rows of `report`, which the launch
+    // sets.
+    bool host_waits = false;
+    Layout::Report report;
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }

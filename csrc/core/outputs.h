@@ -47,7 +47,9 @@ EP_HD Outputs outputs_of(const CombineArgs& args) {
 // Includes the layout, because computations on the rows read its counts and output rows.
 EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
-    const size_t counts = args.tokens_per_expert ? 2 * args.heap.local_experts() : 0;
+    // A host that waits has taken the counts before, or takes none, and its memory may be gone.
+    const bool has_counts = args.tokens_per_expert && !args.host_waits;
+    const size_t counts = has_counts ? 2 * args.heap.local_experts() : 0;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, args.recv_scale_bytes()},
              {args.recv_weights, rows * args.weights_per_row() * args.format.weight_bytes},

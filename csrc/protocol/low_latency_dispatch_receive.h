@@ -174,6 +174,19 @@ EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
     });
 }
 
+// Stores for the handle how many rows there are, and reports it to a host that waits, which then
+// also sees all counts that this warp wrote before.
+template <WarpLike W>
+EP_FN void note_rows(W& warp, const LowLatencyDispatchArgs& args, int rows, bool overflows) {
+    Layout::Totals* const host = args.report.totals;
+    warp.lanes(1, [&](int) {
+        args.layout.overflow() = overflows;
+        args.layout.start(args.heap.local_experts()) = rows;
+        if (host) host->expert_rows = rows;
+    });
+    if (host) warp.template publish<Scope::System>(&host->ticket, args.report.ticket);
+}
+
 // Whether this warp stores for the handle where rows begin: in small batches it is otherwise idle.
 EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1) / 2; }
 
@@ -237,10 +250,7 @@ EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& 
     if (args.expert_rows) total = args.expert_rows * local_experts;
     if (args.clears_weights && total < args.max_rows)
         warp.zero(args.recv_weights + total * bytes, (args.max_rows - total) * bytes);
-    warp.lanes(1, [&](int) {
-        layout.overflow() = overflows;
-        layout.start(local_experts) = static_cast<int>(total);
-    });
+    note_rows(warp, args, static_cast<int>(total), overflows);
     return true;
 }
 

@@ -11,10 +11,7 @@ namespace ep {
 // Stores for the handle how many flat rows there are, and marks those that no token fills.
 template <WarpLike W>
 EP_FN void note_flat_rows(W& warp, const LowLatencyDispatchArgs& args, int rows) {
-    warp.lanes(1, [&](int) {
-        args.layout.overflow() = rows > args.max_rows;
-        args.layout.start(args.heap.local_experts()) = rows;
-    });
+    note_rows(warp, args, rows, rows > args.max_rows);
     if (!args.clears_weights || rows >= args.max_rows) return;
     const int64_t first = int64_t{rows} * args.format.topk, end = args.max_rows * args.format.topk;
     const int bytes = args.format.weight_bytes;

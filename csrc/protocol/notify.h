@@ -96,9 +96,10 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, i
 // counts that this warp wrote before. The copy's ticket is 0, as in every layout.
 template <WarpLike W>
 EP_FN void report_to_host(W& warp, const NotifyArgs& args) {
-    if (!args.host_totals) return;
-    warp.lanes(1, [&](int) { *args.host_totals = args.layout.totals(); });
-    warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
+    Layout::Totals* const host = args.report.totals;
+    if (!host) return;
+    warp.lanes(1, [&](int) { *host = args.layout.totals(); });
+    warp.template publish<Scope::System>(&host->ticket, args.report.ticket);
 }
 
 // Assigns rows to this rank's experts, one after the other, a lane each: count_of(lane, expert)

@@ -35,11 +35,14 @@ class LowLatencyRanks:
             self._offsets[topk] = self.heap.layout(topk=topk, warps=self.group.warps)
         return self._offsets[topk]
 
-    def launch(self, backend: Backend, call: _C.Call, stream: int, given: Given) -> None:
-        """Launches both halves of a call."""
+    def launch(self, backend: Backend, call: _C.Call, stream: int, given: Given) -> Any:
+        """Launches both halves of a call. Returns what `_C.Launcher.launch` does."""
         # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
-        for phase in (SEND, RECEIVE) if backend.shares_gpu else (SEND_AND_RECEIVE,):
-            backend.launch(self.group, call, phase, stream, given, self)
+        last = SEND_AND_RECEIVE
+        if backend.shares_gpu:
+            backend.launch(self.group, call, SEND, stream, given, self)
+            last = RECEIVE
+        return backend.launch(self.group, call, last, stream, given, self)
 
     def reset(self) -> None:
         self.group.reset()

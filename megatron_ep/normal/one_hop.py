@@ -17,7 +17,7 @@ from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.plan import Maybe, Outputs, Tensor, Tensors, at
-from megatron_ep.normal.row_counts import max_arrivals
+from megatron_ep.normal.row_counts import least_rows, max_arrivals
 from megatron_ep.reference import SCALE_BLOCK
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
@@ -75,6 +75,7 @@ class OneHopDispatchPlan:
             "expert_rows": request.expert_capacity,
             "clears_weights": (self.is_flat or weights is not None) and (has_padding or not self.waits),
             "is_flat": self.is_flat,
+            "host_waits": self.is_new and self.waits,
         }
         scale_dtype = None if scales is None else scales[0].dtype
         row = _format_of(launches, self.topk, xs[0], scale_dtype, self.weight_dtype)
@@ -127,10 +128,11 @@ class OneHopDispatchPlan:
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
             given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
             given += (experts, counts, rows, layout_call, handle.resets_since_made)
-        launches.ranks.launch(backend, self.call, stream, given)
+        counted = launches.ranks.launch(backend, self.call, stream, given)
         if made:
             if self.waits:
-                parts = self._wait_for_counts(group, backend, ids, made, parts)
+                self._check_counts(group, backend, ids)
+                parts = [self._taken(backend, *each) for each in zip(made, parts, counted[0], strict=True)]
             handle.ranks = made
         if backend.aborted() is not None:
             group.raise_if_aborted()
@@ -142,32 +144,27 @@ class OneHopDispatchPlan:
             for rank, idx in zip(group.ranks, ids, strict=True):
                 expert_ids.check(idx, group.config.num_experts, rank if len(ids) > 1 else None)
 
-    def _wait_for_counts(
-        self, group: RankGroup, backend: Backend, ids: Tensors, made: list[RankHandle], parts: list[Outputs]
-    ) -> list[Outputs]:
-        """Waits for the launch, and returns the outputs without the room that no row took. Raises ValueError for
-        invalid ids that a GPU has found."""
-        backend.finish_launches()
+    def _check_counts(self, group: RankGroup, backend: Backend, ids: Tensors) -> None:
+        """Raises ValueError for invalid ids that a GPU has found, and what `RankGroup.raise_if_aborted` raises."""
         aborted = backend.aborted()
         if aborted is not None and aborted[0] == "bad_input" and aborted[1] in group.ranks:
             expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
         if aborted is not None:
             group.raise_if_aborted()
-        exact = []
-        for rank, outputs in zip(made, parts, strict=True):
-            rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
-            if self.is_flat:
-                rows = int(rank.layout[self.offsets["starts"] + group.num_local_experts])
-            else:
-                rows = int(rank.tokens_per_expert[0].sum())
-            rank.take_rows(rows)
-            if rows == self.room:
-                exact.append(outputs)
-                continue
+
+    def _taken(self, backend: Backend, rank: RankHandle, outputs: Outputs, totals: _C.Totals) -> Outputs:
+        """Returns the outputs with the rows for which the host has waited. Copies them if much room is unused."""
+        rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
+        rows, room = totals.expert_rows, rank.counts
+        rank.take_rows(rows)
+        if rows < least_rows(room):
             out, scales, probs = outputs
             scales, probs = (tensor if tensor is None else tensor[:rows].clone() for tensor in (scales, probs))
-            exact.append((out[:rows].clone(), scales, probs))
-        return exact
+            return out[:rows].clone(), scales, probs
+        for tensor in outputs:
+            if tensor is not None:
+                tensor.resize_(rows, *tensor.shape[1:])
+        return outputs
 
     def _new_outputs(self, backend: Backend, rows: int) -> Outputs:
         out = backend.new_output((rows, self.hidden), self.dtype)

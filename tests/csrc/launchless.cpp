@@ -27,10 +27,10 @@ PYBIND11_MODULE(launchless, m) {
     });
     m.def(
         "low_latency",
-        [](const ep::RankLauncher& ranks, const ep::LowLatencyHeap& heap,
+        [](ep::RankLauncher& ranks, const ep::LowLatencyHeap& heap,
            int blocks) -> std::unique_ptr<ep::LowLatencyLauncher> {
             return std::make_unique<ep::CudaLowLatencyLauncher<Nothing>>(
-                ep::group_of<Nothing>(ranks), heap, Nothing{}, Heaps{}, blocks);
+                ep::launcher_of<Nothing>(ranks), heap, Nothing{}, Heaps{}, blocks);
         },
         py::keep_alive<0, 1>());
 }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "exec/host/host_warp.h"
@@ -49,6 +50,7 @@ struct LowLatencyProgram {
         std::vector<BFloat16> bf16_x;
         std::vector<uint32_t> scales;
         std::vector<int64_t> recv_rows, recv_wait_ns, tokens_per_expert;
+        Layout::Totals reported{};
         uint64_t number = 0;
         LowLatencyDispatchArgs dispatch{};
         LowLatencyCombineArgs combine{};
@@ -232,6 +234,7 @@ struct LowLatencyProgram {
                     part.dispatch.recv_rows = part.recv_rows.data();
                     part.dispatch.tokens_per_expert = part.tokens_per_expert.data();
                     part.dispatch.clears_weights = c % 2;
+                    part.dispatch.report = {&part.reported, c + 1};
                     if (is_flat(c)) {
                         part.dispatch.recv_experts = part.experts.data();
                     } else {
@@ -552,7 +555,13 @@ struct LowLatencyProgram {
             wrong += tokens ? counted < least || counted % tokens : counted;
             wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
         }
-        return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
+        return wrong + rows_differ(own, local_experts, c, row);
+    }
+
+    // Whether the number of rows is wrong for combine, or for a host that waits for it.
+    static int rows_differ(const Part& own, int local_experts, size_t c, size_t rows) {
+        return std::cmp_not_equal(own.dispatch.layout.start(local_experts), rows) +
+               std::cmp_not_equal(own.reported.expert_rows, rows) + (own.reported.ticket != c + 1);
     }
 
     int flat_errors(int rank, size_t c) const {
@@ -594,7 +603,7 @@ struct LowLatencyProgram {
                 wrong += own.tokens_per_expert[copy + expert] != counts[expert];
         }
         wrong += own.dispatch.layout.overflow() != (row > room);
-        return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
+        return wrong + rows_differ(own, local_experts, c, row);
     }
 
     bool fp8_row_differs(const Part& own, size_t row, const Part& from, size_t token,

@@ -38,6 +38,7 @@ LL_STORE_APART = """for (const bool tag : {true, false}) {
             }"""
 LL_LINES = "protocol/low_latency_lines_receive.h"
 LL_PLACE = "if (word == last) bits &= (uint32_t{1} << token % 32) - 1;"
+LL_REPORT = "if (host) warp.template publish<Scope::System>(&host->ticket, args.report.ticket);"
 LL_MARK = "if (bytes) warp.zero(args.recv_weights + first * bytes, (end - first) * bytes);"
 LL_PARTS = "if (!wait_tags(warp, call, format.topk, sent, slot, i, from)) return false;"
 
@@ -190,6 +191,7 @@ MUTANTS = [
     ),
     changed("flat rows: a token counts itself", LL_LINES, LL_PLACE, "{1}", "{2}", LL),
     Mutant("flat rows: unused ones are not marked", LL_LINES, LL_MARK, programs=LL),
+    Mutant("dispatch: a host that waits gets no report", LL_RECEIVE, LL_REPORT, programs=LL),
     Mutant("lines: not waited for", WARP, "if (seen < all.observed) all.observed = seen;", "(void)seen;", LL),
     changed(
         "transpose: one's own bits twice",

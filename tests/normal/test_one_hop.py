@@ -79,6 +79,17 @@ def test_which_calls_go_in_one_hop():
         assert not goes_in_one_hop(cluster)
 
 
+@pytest.mark.parametrize("layout", ["grouped", "flat"])
+@pytest.mark.parametrize("tokens", [(64,) * W, (60,) * W, (64, 0, 3, 1)], ids=["all", "most", "few"])
+def test_rows_take_little_more_memory_than_they_need(tokens, layout):
+    x, ids, weights = inputs(tokens, topk=8)  # each token goes to all experts
+    with ep.LocalCluster(1, W, settings(max_tokens=64)) as cluster:
+        received = ep.dispatch(x, ids, weights, buffer=cluster, layout=layout)
+    for out in (*received.x, *received.probs):
+        rows = out.untyped_storage().nbytes() / (out.stride(0) * out.itemsize)
+        assert out._base is None and len(out) <= rows <= len(out) / (1 - 1 / 8) + 128
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [

@@ -18,9 +18,8 @@ std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const NcclHea
     return launcher_over(memory.fabric(), heap, rank, device, num_sms, timeout);
 }
 
-std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
-                                                const LowLatencyHeap& heap, const NcclHeap& memory,
-                                                int blocks) {
+std::unique_ptr<LowLatencyLauncher> low_latency(RankLauncher& ranks, const LowLatencyHeap& heap,
+                                                const NcclHeap& memory, int blocks) {
     return low_latency_over(memory.fabric(), ranks, heap, blocks);
 }
 

@@ -19,10 +19,9 @@ std::unique_ptr<RankLauncher> launcher(const Heap& heap, int rank, const Nvshmem
     return launcher_over(memory.fabric(heap.topology, fence), heap, rank, device, num_sms, timeout);
 }
 
-std::unique_ptr<LowLatencyLauncher> low_latency(const RankLauncher& ranks,
-                                                const LowLatencyHeap& heap,
+std::unique_ptr<LowLatencyLauncher> low_latency(RankLauncher& ranks, const LowLatencyHeap& heap,
                                                 const NvshmemHeap& memory, int blocks) {
-    const bool fence = group_of<NvshmemFabricParams>(ranks).fabric().needs_fence;
+    const bool fence = launcher_of<NvshmemFabricParams>(ranks).group().fabric().needs_fence;
     return low_latency_over(memory.fabric(heap.topology, fence), ranks, heap, blocks);
 }
 

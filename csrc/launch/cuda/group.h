@@ -45,7 +45,14 @@ class CudaGroup {
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle,
                                                 const std::vector<DispatchArgs>& speculative = {});
-    // When the last one had launched notify and the dispatch behind it, and saw the counts.
+    // Lets kernels report the totals of their ranks, then waits for those of `ranks` ranks, as
+    // notify_and_wait does.
+    template <class Args>
+    void request_reports(std::vector<Args>& args);
+    std::vector<Layout::Totals> wait_for_reports(size_t ranks, CudaStream stream,
+                                                 const std::function<void()>& idle) const;
+    // When the last notify_and_wait had launched notify and the dispatch behind it, and saw the
+    // counts.
     const auto& count_times() const { return count_times_; }
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Launches notify and dispatch without waiting for the counts, as one kernel where possible.
@@ -129,9 +136,9 @@ class CudaGroup {
     Resource<void> abort_stream_;
     Resource<uint64_t*[]> abort_words_;        // addresses in reachable_, on the GPU
     Resource<uint64_t[]> progress_;            // [ranks], on the GPU: see Progress
-    Resource<Layout::Totals[]> totals_;        // [ranks], pinned: written by notify for the host
+    Resource<Layout::Totals[]> totals_;        // [ranks], pinned: reports to the host
     Layout::Totals* totals_on_gpu_ = nullptr;  // the GPU's address of totals_
-    uint64_t ticket_ = 0;                      // number of the last notify_and_wait
+    uint64_t ticket_ = 0;                      // number of the last request_reports
     Resource<ControlBlock[]> own_reports_;     // empty if the fabric has the report
     ControlBlock* reports_ = nullptr;          // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;   // the GPU's address of reports_

@@ -209,23 +209,34 @@ template <class P>
 std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
     std::vector<NotifyArgs> args, CudaStream stream, const std::function<void()>& idle,
     const std::vector<DispatchArgs>& speculative) {
-    const DeviceGuard guard(device_);
-    ++ticket_;
-    for (size_t i = 0; i < args.size(); ++i) {
-        args[i].host_totals = totals_on_gpu_ + i;
-        args[i].ticket = ticket_;
-    }
+    request_reports(args);
     notify(args, stream);
     count_times_[0] = std::chrono::steady_clock::now();
     if (!speculative.empty()) dispatch(speculative, stream);
     count_times_[1] = std::chrono::steady_clock::now();
+    auto totals = wait_for_reports(args.size(), stream, idle);
+    count_times_[2] = std::chrono::steady_clock::now();
+    return totals;
+}
+
+template <class P>
+template <class Args>
+void CudaGroup<P>::request_reports(std::vector<Args>& args) {
+    ++ticket_;
+    for (size_t i = 0; i < args.size(); ++i) args[i].report = {totals_on_gpu_ + i, ticket_};
+}
+
+template <class P>
+std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
+    size_t ranks, CudaStream stream, const std::function<void()>& idle) const {
+    const DeviceGuard guard(device_);
     auto has_reported = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
                ticket_;
     };
     // The kernel's waits are bounded: it writes the totals, aborts, or the stream shows its end.
     bool ended = false;
-    for (size_t rank = 0, polls = 0; rank < args.size() && !ended;) {
+    for (size_t rank = 0, polls = 0; rank < ranks && !ended;) {
         if (has_reported(rank)) {
             ++rank;
             continue;
@@ -237,12 +248,11 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
         if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
         ended = ended || state == cudaSuccess;
     }
-    count_times_[2] = std::chrono::steady_clock::now();
-    std::vector<Layout::Totals> totals(args.size());
-    for (size_t rank = 0; rank < args.size(); ++rank) {
+    std::vector<Layout::Totals> totals(ranks);
+    for (size_t rank = 0; rank < ranks; ++rank) {
         if (has_reported(rank)) totals[rank] = totals_[rank];
         if (!has_reported(rank) && !aborted())
-            throw std::runtime_error("notify ended and told no counts");
+            throw std::runtime_error("a launch ended and reported no counts");
     }
     return totals;
 }
