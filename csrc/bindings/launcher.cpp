@@ -108,20 +108,16 @@ const auto& setters_of(const LowLatencyCombineArgs&) {
 template <class Args>
 struct CallOf {
     std::vector<Args> args;
-    std::vector<Setter<Args>> given;
+    std::vector<std::pair<std::string, Setter<Args>>> given;
 
     AllArgs with(PyObject* values) const {
-        const size_t open = args.size() * given.size();
-        const auto count = static_cast<size_t>(PyTuple_GET_SIZE(values));
-        if (count != open)
-            throw py::value_error(std::to_string(count) + " members are given, must be " +
-                                  std::to_string(open));
+        if (as<size_t>(PyTuple_GET_SIZE(values)) != args.size() * given.size())
+            throw py::value_error("the members given are not those that the call leaves open");
         auto filled = args;
         Py_ssize_t next = 0;
-        for (Args& a : filled) {
-            for (const Setter<Args> setter : given)
-                setter(a, value_of(PyTuple_GET_ITEM(values, next++)));
-        }
+        for (Args& a : filled)
+            for (const auto& [name, setter] : given)
+                setter(a, value_of(name, PyTuple_GET_ITEM(values, next++)));
         return filled;
     }
 };
@@ -136,12 +132,11 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
     return std::visit(
         [&]<class Args>(std::vector<Args>& args) {
             if (members.size() != args.size())
-                throw py::value_error("members of " + std::to_string(members.size()) +
-                                      " ranks, must be of " + std::to_string(args.size()) +
-                                      " ranks");
+                throw py::value_error(std::to_string(members.size()) + " members, must be of " +
+                                      std::to_string(args.size()) + " ranks");
             CallOf<Args> call{std::move(args), {}};
             const auto& setters = setters_of(Args{});
-            for (const std::string& name : given) call.given.push_back(setter_of(setters, name));
+            for (const auto& name : given) call.given.emplace_back(name, setter_of(setters, name));
             for (size_t i = 0; i < members.size(); ++i) fill(call.args[i], setters, members[i]);
             return Call{std::move(call)};
         },
@@ -257,9 +252,7 @@ void bind_rank_launcher(py::module_& m) {
         .def("drain", &RankLauncher::drain, release)
         .def(
             "note_capture",
-            [](RankLauncher& r, uintptr_t stream) {
-                r.note_capture(reinterpret_cast<void*>(stream));
-            },
+            [](RankLauncher& r, uintptr_t stream) { r.note_capture(as<void*>(stream)); },
             py::arg("stream"), "Must be called before launches on a stream that is being captured.")
         .def("graphs", &RankLauncher::graphs,
              "Returns the number of CUDA graphs that may replay these launches.")

@@ -49,20 +49,27 @@ inline uint64_t number(PyObject* value) {
     return n;
 }
 
-// Returns the value of a member: a number, the address of a tensor, or 0 for None.
-inline uint64_t value_of(PyObject* value) {
+// Returns the value of a member: a number, the address of a tensor, or 0 for None. Throws for a
+// tensor whose storage was freed, and one that holds others, such as a DTensor: their address is 0.
+inline uint64_t value_of(const std::string& name, PyObject* value) {
     if (PyLong_Check(value)) return number(value);
     if (value == Py_None) return 0;
     static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
     PyObject* const address = PyObject_CallMethodNoArgs(value, data_ptr);
     if (!address) throw pybind11::error_already_set();
-    return number(pybind11::reinterpret_steal<pybind11::object>(address).ptr());
+    const uint64_t place = number(pybind11::reinterpret_steal<pybind11::object>(address).ptr());
+    if (place == 0 && pybind11::handle(value).attr("numel")().cast<uint64_t>() != 0)
+        throw pybind11::value_error(name + " is a " + Py_TYPE(value)->tp_name +
+                                    " without memory, must have memory");
+    return place;
 }
 
 template <class Args>
 void fill(Args& args, const Setters<Args>& setters, const pybind11::dict& members) {
-    for (const auto& [name, value] : members)
-        setter_of(setters, pybind11::cast<std::string>(name))(args, value_of(value.ptr()));
+    for (const auto& [key, value] : members) {
+        const auto name = pybind11::cast<std::string>(key);
+        setter_of(setters, name)(args, value_of(name, value.ptr()));
+    }
 }
 
 }  // namespace ep

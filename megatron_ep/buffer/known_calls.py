@@ -42,7 +42,7 @@ def signature(settings: tuple[Any, ...], x: Any, ids: Any, weights: Any, *others
                 of_others += (i, tensor.__class__, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
         needs_gradient = needs_gradient and torch.is_grad_enabled()
         return (needs_gradient, settings, x.__class__, x.dtype, x.shape, x.device, of_x, of_ids, of_weights, of_others)
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # a sparse or nested tensor has no strides
         return None
 
 

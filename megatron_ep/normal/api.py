@@ -405,7 +405,7 @@ def as_taken(value: Any, dtype: torch.dtype | None = None) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return [as_taken(item, dtype) for item in value]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
     return (value.to(dtype) if dtype and value.dtype in (torch.bfloat16, torch.float16) else value).contiguous()
 
@@ -437,8 +437,10 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
         if tensor.device != group.device:
             raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
-        if not is_traced and isinstance(tensor, FakeTensor):
-            raise ValueError(f"{name} is a fake tensor, must have memory")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise ValueError(f"{name} is a {'nested' if tensor.is_nested else tensor.layout} tensor, must be strided")
+        if not is_traced and (isinstance(tensor, FakeTensor) or (tensor.data_ptr() == 0 and tensor.numel() > 0)):
+            raise ValueError(f"{name} is a {type(tensor).__name__} without memory, must have memory")
         if not is_traced and (tensor.is_neg() or tensor.is_conj()):
             raise ValueError(f"{name} is a view that negates or conjugates lazily, must be resolved: resolve_neg()")
         if not tensor.is_contiguous():
@@ -540,11 +542,9 @@ def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], is_traced:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, must be [{expected}, H]: {name}.reshape(-1, {name}.shape[-1])"
             )
-        if is_traced and x.dim() == 2:  # numbers of rows that depend on data are compared when the graph runs
+        if x.dim() == 2 and x.shape[1] >= 1 and is_traced:  # compares numbers that depend on data when the graph runs
             torch._check(x.shape[0] == expected)
-        elif x.dim() != 2 or x.shape[0] != expected:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
-        if x.shape[1] < 1:
+        elif x.dim() != 2 or x.shape[1] < 1 or x.shape[0] != expected:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
         if x.shape[1] * x.element_size() > MAX_ROW_BYTES or (not is_traced and x.shape[0] > MAX_ROWS):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MAX_ROW_BYTES} bytes a row")

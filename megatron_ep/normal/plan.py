@@ -366,7 +366,7 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> Signature | None:
         of_x = (x.__class__, x.dtype, shape[1], x.device)
         fits = (handle.topk, handle.is_flat, handle.one_hop, num_tokens)
         return (needs_gradient and torch.is_grad_enabled(), of_x, of_weights, *fits)
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # as in `signature`
         return None
 
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import megatron_ep as ep
 from megatron_ep.buffer import host
@@ -36,6 +37,13 @@ def with_value(tensor, value):
     return tensor
 
 
+def freed(tensor):
+    """As recomputation and sharding free the memory of tensors."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BAD = {
     "x of integers": ("x", lambda t: t.int(), "x is torch.int32, must be one of torch.bfloat16"),
     "x of another length": ("x", lambda t: t[:3], r"x has shape \(3, 8\), must be \[4, H\]"),
@@ -49,6 +57,11 @@ BAD = {
     "x on another device": ("x", lambda t: t.to("meta"), "x is on meta"),
     "x too long": ("x", lambda t: torch.randn(T, 2000), r"Tuning.nvl_ring_bytes is 4096, must be at least \d+"),
     "x negated": ("x", torch._neg_view, "x is a view that negates"),
+    "x sparse": ("x", lambda t: t.to_sparse(), "x is a torch.sparse_coo tensor, must be strided"),
+    "x of compressed rows": ("x", lambda t: t.to_sparse_csr(), "x is a torch.sparse_csr tensor, must be strided"),
+    "x nested": ("x", lambda t: torch.nested.nested_tensor(list(t)), "x is a nested tensor, must be strided"),
+    "x of two tensors": ("x", lambda t: TwoTensor(t, t), "x is a TwoTensor without memory, must have memory"),
+    "x freed": ("x", freed, "x is a Tensor without memory, must have memory"),
     "x no tensor": ("x", lambda t: t.tolist(), "x is a list, must be a tensor"),
     "ids of floats": ("topk_idx", lambda t: t.float(), "topk_idx is torch.float32, must be one of torch.int64"),
     "ids of a batch": ("topk_idx", lambda t: t.view(2, 2, K), r"topk_idx\.reshape\(-1, topk_idx\.shape\[-1\]\)"),
@@ -68,6 +81,7 @@ BAD = {
         lambda t: t.int(),
         "topk_weights is torch.int32, must be one of torch.float32, torch.float64",
     ),
+    "weights freed": ("topk_weights", freed, "topk_weights is a Tensor without memory, must have memory"),
     "weights of another shape": (
         "topk_weights",
         lambda t: t[:, :1].contiguous(),

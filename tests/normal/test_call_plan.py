@@ -189,12 +189,14 @@ def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, 
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(x)
     seconds = buffer._group.seconds
-    for call in (
-        lambda: ep.dispatch(fake, ids, weights, buffer=buffer, max_recv_tokens=ROWS),
-        lambda: ep.dispatch(x, ids, fake[:, :3], buffer=buffer, max_recv_tokens=ROWS),
-        lambda: ep.dispatch(fake, handle=expected.handle),
+    for call, words in (
+        (lambda: ep.dispatch(fake, ids, weights, buffer=buffer, max_recv_tokens=ROWS), "x is a FakeTensor without"),
+        (lambda: ep.dispatch(x, ids, fake[:, :3], buffer=buffer, max_recv_tokens=ROWS), "weights is a FakeTensor"),
+        (lambda: ep.dispatch(fake, handle=expected.handle), "x is a FakeTensor without memory, must have memory"),
+        (lambda: ep.dispatch(x.to_sparse_csr(), ids, buffer=buffer), "x is a torch.sparse_csr tensor, must be strided"),
+        (lambda: ep.combine(torch.nested.nested_tensor(list(x)), expected.handle), "x is a nested tensor, must be"),
     ):
-        with pytest.raises(ValueError, match="is a fake tensor, must have memory"):
+        with pytest.raises(ValueError, match=words):
             call()
     assert buffer._group.seconds == seconds
     for transform in torch.func.grad, torch.func.vmap:
@@ -203,6 +205,32 @@ def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, 
                 x if transform is torch.func.grad else x[None]
             )
     assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, expected.x)
+
+
+def test_memory_that_was_freed_is_not_read(buffer):
+    """As recomputation and sharding free that of tensors, between two calls with tensors that look alike."""
+    rows = ep.dispatch(*inputs(3), buffer=buffer)
+    mode = ep.LowLatency(buffer, max_tokens=5, hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
+    expected = ep.combine(rows.x, rows.handle, rows.probs), mode.dispatch(*inputs(3)).expert_starts
+
+    def without(position, tensors):
+        tensors = [tensor.clone() for tensor in tensors]
+        tensors[position].untyped_storage().resize_(0)
+        return tensors
+
+    for position, name in enumerate(("x", "topk_idx", "weights")):
+        with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
+            ep.dispatch(*without(position, inputs(3)), buffer=buffer)
+        if name != "topk_idx":  # which torch reads first on the host
+            with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
+                mode.dispatch(*without(position, inputs(3)))
+    for position, name in enumerate(("x", "row_weights")):
+        x, weights = without(position, (rows.x, rows.probs))
+        with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
+            ep.combine(x, rows.handle, weights)
+    rows = ep.dispatch(*inputs(3), buffer=buffer)
+    assert torch.equal(ep.combine(rows.x, rows.handle, rows.probs), expected[0])
+    assert torch.equal(mode.dispatch(*inputs(3)).expert_starts, expected[1])
 
 
 def test_gradients_of_gradients(buffer, plans):
