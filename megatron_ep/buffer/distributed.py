@@ -144,9 +144,8 @@ class DistributedRankGroup(RankGroup):
         return None if store is None else FailureBroadcast(store, self.topology.world_size)
 
     def reset(self) -> None:
-        backend = self.live_backend()
+        backend = self._meet_for("the buffer's reset", "reset the buffer")
         backend.settle_refusal(wait=0.0)  # from here on the monitor may be paused, and ranks wait in a refused call
-        self._meet_for("reset")
         with contextlib.ExitStack() as stack:
 
             def drain() -> None:
@@ -186,9 +185,11 @@ class DistributedRankGroup(RankGroup):
             raise EPAbortError(f"the last reset failed: {self._failed_reset}; {HOW_TO_GO_ON}")
         super().check_usable()
 
-    def _meet_for(self, what: str) -> None:
-        """Sets the name of the next exchanges in their errors."""
-        self._rendezvous.of_what, self._rendezvous.failure = f"of the buffer's {what}", f"could not {what} the buffer"
+    def _meet_for(self, what: str, to_do: str) -> Backend:
+        """Names the next exchanges, for their errors and because all ranks must be in one call. Returns the backend."""
+        backend = self.live_backend()
+        self._rendezvous.of_what, self._rendezvous.failure = f"of {what}", f"could not {to_do}"
+        return backend
 
     def _resetting(self) -> contextlib.AbstractContextManager[None]:
         """Pauses the monitor, because it would abort ranks that share memory and have already been reset."""
@@ -196,8 +197,7 @@ class DistributedRankGroup(RankGroup):
 
     def release(self) -> None:
         """See `megatron_ep.Buffer.release`."""
-        backend = self.live_backend()
-        self._meet_for("release")
+        backend = self._meet_for("the buffer's release", "release the buffer")
         try:
             lost = release.finish(self._rendezvous, backend)
             failure = self._unseen_failure()
@@ -328,7 +328,7 @@ class DistributedRankGroup(RankGroup):
             self._network.connect_part(self._rendezvous)
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
-        self.live_backend()
+        self._meet_for("the low-latency mode's set-up", "set up the low-latency mode")
         plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
 
         def step() -> tuple[None, dict[str, Plain]]:

@@ -121,7 +121,7 @@ _opened: list[dist.Store] = []
 def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(seconds=STORE_S)) -> Place:
     """Returns the place of a group; None: the default group. Collective if torch has no record of the group. Raises
     EPError if a rank of such a group does not come within `timeout`."""
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("group is None, must be a process group unless torch.distributed is initialized")
     if group not in _places:
@@ -135,8 +135,10 @@ def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(sec
 
 
 def is_known(group: dist.ProcessGroup) -> str | None:
-    """Returns torch's name of a group; None for a group object that wraps another one, or without
-    torch.distributed."""
+    """Returns torch's name of a group; None for a group object that wraps another one, or without torch.distributed.
+    Raises ValueError if it is no group, such as the number that torch gives to ranks outside of a new group."""
+    if not hasattr(group, "size"):
+        raise ValueError(f"group is {group!r}, must be a process group that this rank belongs to")
     return distributed_c10d._world.pg_names.get(group)
 
 

@@ -118,15 +118,15 @@ class StoreRendezvous:
         Returns this rank's result, and the messages of all ranks, by rank.
 
         Raises a ValueError or EPError of the step on this rank; EPError with rank and reason if the step failed
-        otherwise or on another rank, or if a rank did not come; EPError with the key if the store has a value that no
-        rank wrote.
+        otherwise or on another rank, if a rank did not come, or if one is in another collective call; EPError with the
+        key if the store has a value that no rank wrote.
         """
         assert self._name or not self.exchanges, "after a first exchange that failed there must be another rendezvous"
         self.exchanges += 1
         self._place.begun += self.exchanges == 1
         try:
             kept, message = step()
-            answer = codec.encode(message)
+            answer = f"{self.of_what}\n".encode() + codec.encode(message)
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             if isinstance(error, Exception) and not isinstance(error, (ValueError, EPError)):
@@ -141,7 +141,7 @@ class StoreRendezvous:
             self._fail(f"{type(error).__name__}: {error}")
             raise
         kind = type(message) if kind is None else kind
-        return kept, [self._read(rank, answer, kind) for rank, answer in enumerate(answers)]
+        return kept, [self._read(rank, self._message(rank, answer), kind) for rank, answer in enumerate(answers)]
 
     def gather(self, mine: Message, *, kind: Any = None) -> list[Message]:
         """Returns the values of all ranks, by rank. kind: see `exchange`."""
@@ -334,8 +334,7 @@ class StoreRendezvous:
         def is_over() -> bool:
             return self._is_there("decision") or (time.monotonic() > end and not self._is_there(0))
 
-        wait = end - time.monotonic()
-        if not self._poll(is_over, wait + DECISION_S / 2, self._check_ranks):
+        if not self._poll(is_over, end - time.monotonic() + DECISION_S / 2, self._check_ranks):
             self._decide(f"rank 0 came to {self._step()}, and did not say whether all had")
         if not self._is_there("decision"):
             self._decide(self._absence([0], self.timeout.total_seconds()))
@@ -347,11 +346,7 @@ class StoreRendezvous:
     def _wait_until_heard(self) -> None:
         """Waits on the first rank until others know of a failure, because the store may end with its process."""
         waiting = [rank for rank in range(1, self.world_size) if self._is_there(rank)]
-
-        def have_heard() -> bool:
-            return all(self._is_there(f"heard/{rank}") for rank in waiting)
-
-        self._poll(have_heard, HEARD_S, lambda: None)
+        self._poll(lambda: all(self._is_there(f"heard/{rank}") for rank in waiting), HEARD_S, lambda: None)
 
     def _fail(self, reason: str) -> None:
         """Publishes that this rank has failed in this exchange, if the store answers in time."""
@@ -398,8 +393,7 @@ class StoreRendezvous:
             (self._end_early if self.rank == 0 and self.exchanges == 1 else self._decide)(self._ended(ended))
 
     def _presences(self, ranks: Iterable[int]) -> dict[int, Presence]:
-        read = {rank: self._place.read(self._connection, rank) for rank in ranks if rank != self.rank}
-        found = {rank: presence for rank, presence in read.items() if presence is not None}
+        found = {rank: one for rank in ranks if rank != self.rank and (one := self._place.read(self._connection, rank))}
         self._met.update(found)
         return found
 
@@ -440,6 +434,14 @@ class StoreRendezvous:
             return codec.decode(data, kind, codec.most_bytes(self.world_size) if most is None else most)
         except ValueError as error:
             raise self._foreign(name, str(error)) from None
+
+    def _message(self, rank: int, answer: bytes) -> bytes:
+        """Returns a rank's message in an answer. Raises EPError if the rank is in another collective call."""
+        of_what, end, message = answer.partition(b"\n")
+        if not end or of_what == self.of_what.encode():
+            return message or answer
+        where = f"rank {rank} came to step {self.exchanges} {self._text(of_what)}, rank {self.rank} to {self._step()}"
+        raise EPError(f"{where}: all ranks must make the same collective calls in the same order")
 
     def _foreign(self, name: object, why: str) -> EPError:
         key = f"{self._place.name}/{self._name}/{self._key(name)}"
@@ -496,9 +498,7 @@ class _Left:
 
 def _error_of(decision: str) -> EPError:
     ended = re.match(rf"rank ([0-9, ]{{1,99}}) {NOT_COMING} ", decision)
-    return (
-        RankEndedError(decision, {int(rank) for rank in re.findall("[0-9]+", ended[1])}) if ended else EPError(decision)
-    )
+    return RankEndedError(decision, set(map(int, re.findall("[0-9]+", ended[1])))) if ended else EPError(decision)
 
 
 def _piece(number: int) -> str:

@@ -386,8 +386,8 @@ def test_an_invitation_for_each_of_many_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("size", "piece", "pieces"),
-    [(3 << 20, PIECE_BYTES, 5), (1, 16, 3), (1, 12, 4)],
-    ids=["over 8 MiB", "of 36 bytes", "the last one empty"],
+    [(3 << 20, PIECE_BYTES, 5), (1, 16, 9), (1, 12, 12)],
+    ids=["over 8 MiB", "of 132 bytes", "the last one empty"],
 )
 def test_answers_that_are_more_than_a_value_of_the_store(size: int, piece: int, pieces: int) -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

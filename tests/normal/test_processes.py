@@ -114,6 +114,9 @@ def run_bad_construction():
         )
     with pytest.raises((ValueError, ep.EPError), match=r"topology is .*, must be a megatron_ep.Topology"):
         ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # what torch returns to ranks that are not in a new group
+    with pytest.raises(ValueError, match=r"^group is -100, must be a process group that this rank belongs to$"):
+        ep.Buffer(outside, ep.Config(num_experts=8))
 
 
 def test_bad_construction_is_the_same_error_everywhere(ranks):
@@ -186,6 +189,22 @@ def test_a_call_in_another_thread_refuses_a_reset_for_all():
         call.start()
     call.join()
     assert torch.equal(received[0].x, reference.dispatch(*calls.inputs(2), 8)[0][rank])
+    calls.is_usable_again()
+
+
+@run_on("ranks")
+def test_ranks_in_different_collective_calls():
+    """Odd ranks reset the buffer where the others create a low-latency mode."""
+    calls = Normal(HOST)
+    buffer, sizes, is_odd = calls.buffer, {"max_tokens": 64, "hidden": 8, "topk": 2}, calls.rank % 2
+    reset, set_up = r"step \d+ of the buffer's reset", r"step \d+ of the low-latency mode's set-up"
+    other, own = (set_up, reset) if is_odd else (reset, set_up)
+    with pytest.raises(ep.EPError, match=rf"^rank \d came to {other}, rank {calls.rank} to {own}: all ranks must make"):
+        buffer.reset() if is_odd else ep.LowLatency(buffer, **sizes)
+    buffer.reset()
+    named = r"topk is 0, must be" if calls.rank == 1 else "rank 1 could not set up the low-latency mode: .*topk is 0"
+    with pytest.raises((ValueError, ep.EPError), match=named):
+        ep.LowLatency(buffer, **sizes | {"topk": 0 if calls.rank == 1 else 2})
     calls.is_usable_again()
 
 
