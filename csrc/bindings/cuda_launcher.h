@@ -136,11 +136,13 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
         if (auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
             const bool waits =
                 dispatches->front().host_waits && launches != LowLatencyLaunches::Send;
-            if (waits) launcher_.group().request_reports(*dispatches);
+            if (waits) {
+                const auto reports = launcher_.group().request_reports();
+                for (size_t i = 0; i < reports.size(); ++i) (*dispatches)[i].report = reports[i];
+            }
             ranks_.dispatch(launches, *dispatches, stream);
             if (!waits) return {};
-            return {
-                launcher_.group().wait_for_reports(dispatches->size(), stream, launcher_.idle())};
+            return {launcher_.group().wait_for_reports(stream, launcher_.idle())};
         }
         const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
         ranks_.combine(launches, combines, dtype_of(combines), stream);

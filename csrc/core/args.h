@@ -22,7 +22,7 @@ struct NotifyArgs {
     uint64_t epoch;        // number of this notify on this buffer, from 1
     // [2, L], padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert;
-    Layout::Report report;
+    Layout::Report report{};
     bool allows_repeats = false;  // a token may name an expert twice; flat rows only
 
     // Number of the layout made here: never 0, which marks a layout that was not made, and

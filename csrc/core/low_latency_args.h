@@ -183,7 +183,7 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     // The host waits for the number of rows: Totals::expert_rows of `report`, which the launch
     // sets.
     bool host_waits = false;
-    Layout::Report report;
+    Layout::Report report{};
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }

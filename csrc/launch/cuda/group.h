@@ -45,11 +45,10 @@ class CudaGroup {
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle,
                                                 const std::vector<DispatchArgs>& speculative = {});
-    // Lets kernels report the totals of their ranks, then waits for those of `ranks` ranks, as
-    // notify_and_wait does.
-    template <class Args>
-    void request_reports(std::vector<Args>& args);
-    std::vector<Layout::Totals> wait_for_reports(size_t ranks, CudaStream stream,
+    // Returns where the kernels of the next launch report the totals of each rank.
+    std::vector<Layout::Report> request_reports();
+    // Waits for these reports as notify_and_wait does.
+    std::vector<Layout::Totals> wait_for_reports(CudaStream stream,
                                                  const std::function<void()>& idle) const;
     // When the last notify_and_wait had launched notify and the dispatch behind it, and saw the
     // counts.

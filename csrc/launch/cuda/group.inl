@@ -209,26 +209,28 @@ template <class P>
 std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
     std::vector<NotifyArgs> args, CudaStream stream, const std::function<void()>& idle,
     const std::vector<DispatchArgs>& speculative) {
-    request_reports(args);
+    const auto reports = request_reports();
+    for (size_t i = 0; i < args.size(); ++i) args[i].report = reports[i];
     notify(args, stream);
     count_times_[0] = std::chrono::steady_clock::now();
     if (!speculative.empty()) dispatch(speculative, stream);
     count_times_[1] = std::chrono::steady_clock::now();
-    auto totals = wait_for_reports(args.size(), stream, idle);
+    auto totals = wait_for_reports(stream, idle);
     count_times_[2] = std::chrono::steady_clock::now();
     return totals;
 }
 
 template <class P>
-template <class Args>
-void CudaGroup<P>::request_reports(std::vector<Args>& args) {
+std::vector<Layout::Report> CudaGroup<P>::request_reports() {
     ++ticket_;
-    for (size_t i = 0; i < args.size(); ++i) args[i].report = {totals_on_gpu_ + i, ticket_};
+    std::vector<Layout::Report> reports;
+    for (size_t i = 0; i < ranks_.size(); ++i) reports.push_back({totals_on_gpu_ + i, ticket_});
+    return reports;
 }
 
 template <class P>
 std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
-    size_t ranks, CudaStream stream, const std::function<void()>& idle) const {
+    CudaStream stream, const std::function<void()>& idle) const {
     const DeviceGuard guard(device_);
     auto has_reported = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
@@ -236,7 +238,7 @@ std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
     };
     // The kernel's waits are bounded: it writes the totals, aborts, or the stream shows its end.
     bool ended = false;
-    for (size_t rank = 0, polls = 0; rank < ranks && !ended;) {
+    for (size_t rank = 0, polls = 0; rank < ranks_.size() && !ended;) {
         if (has_reported(rank)) {
             ++rank;
             continue;
@@ -248,8 +250,8 @@ std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
         if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
         ended = ended || state == cudaSuccess;
     }
-    std::vector<Layout::Totals> totals(ranks);
-    for (size_t rank = 0; rank < ranks; ++rank) {
+    std::vector<Layout::Totals> totals(ranks_.size());
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
         if (has_reported(rank)) totals[rank] = totals_[rank];
         if (!has_reported(rank) && !aborted())
             throw std::runtime_error("a launch ended and reported no counts");
