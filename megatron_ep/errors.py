@@ -30,7 +30,7 @@ class EPStuckError(EPTimeoutError):
 
 
 class EPAbortError(EPError):
-    """Another rank gave up: it refused its arguments, was interrupted, or failed in an earlier call."""
+    """Another rank refused its arguments, was interrupted, failed earlier or ended, or the connection to it broke."""
 
 
 class EPMaskedError(EPError):
