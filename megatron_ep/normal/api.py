@@ -91,7 +91,7 @@ class _ReceivedLater(Received):
         return self._of_handle([rank.dst_rows for rank in self.handle.ranks]) if self.handle.is_flat else None
 
 
-_ReceivedLater.__name__ = _ReceivedLater.__qualname__ = "Received"  # the name that users see
+_ReceivedLater.__name__ = "Received"  # the name that users see; pickle finds the class by its __qualname__
 
 
 def dispatch(

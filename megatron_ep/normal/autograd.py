@@ -178,11 +178,11 @@ class WeightedCombineFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n, handle = ctx.num_ranks, ctx.handle
-        saved = ctx.saved_tensors  # read only once, because a checkpoint unpacks them each time
-        x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
         with handle.group.abort_peers_on_error("combine"):
+            saved = ctx.saved_tensors  # read only once, because a checkpoint unpacks them each time
+            x, weights = saved[:n], saved[n:]
             marks = [row_marks(grad, handle.topk) for grad in grads]
             back = differentiable_dispatch(handle, n, *(in_memory(grad) for grad in grads), *marks)
             rows = back[:n]

@@ -393,3 +393,6 @@ def test_copies_share_a_buffer_and_pickles_hold_none(cluster):
             pickle.dumps(held)
     with pytest.raises(TypeError, match="LocalCluster belongs to its process"):
         pickle.dumps(layer)
+    for result in (rows, received):
+        with pytest.raises(TypeError, match=r"\wHandle belongs to its process|^Handle belongs to its process"):
+            pickle.dumps(result)

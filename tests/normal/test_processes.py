@@ -64,6 +64,28 @@ def test_checkpointed(lines):
 
 
 @run_on("ranks")
+def test_a_backward_pass_that_fails_on_one_rank_reaches_the_others():
+    """Where rank 2 unpacks what combine has saved, as a checkpoint does that computes it again."""
+    calls = Normal(HOST, timeout=60)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+
+    def unpack(tensor):
+        if buffer.rank == 2:
+            raise RuntimeError("out of luck")
+        return tensor
+
+    rows = ep.dispatch(x.requires_grad_(), ids, weights, buffer=buffer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = ep.combine(rows.x, rows.handle, rows.probs)
+    dist.barrier()  # or the failure finds a slow rank in that call
+    kind, started = RuntimeError if buffer.rank == 2 else ep.EPAbortError, time.monotonic()
+    with pytest.raises(kind, match="out of luck"):
+        y.sum().backward()
+    assert time.monotonic() - started < 30, "the others waited for rank 2"
+    calls.is_usable_again()
+
+
+@run_on("ranks")
 def test_different_sequences_of_calls_are_an_error():
     """Rank 0 dispatches again where the others combine."""
     calls = Normal(HOST)
