@@ -251,12 +251,7 @@ class Checks:
             flat.append(tensor.flatten(0, 1))
         return flat
 
-    def _check_out(
-        self,
-        outs: list[torch.Tensor],
-        xs: list[torch.Tensor],
-        handle: LowLatencyHandle,
-    ) -> None:
+    def _check_out(self, outs: list[torch.Tensor], xs: list[torch.Tensor], handle: LowLatencyHandle) -> None:
         for tensor, x, tokens in zip(outs, xs, handle.plan.num_tokens, strict=True):
             check_dtype("out", tensor, (x.dtype,))
             if tuple(tensor.shape) != (tokens, x.shape[1]):

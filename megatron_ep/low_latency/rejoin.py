@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ep.buffer.buffer import buffer_of
 from megatron_ep.buffer.distributed import DistributedRankGroup, patience
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import MAX_RANKS, Config, Topology, require_int
 from megatron_ep.fabrics import choice
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.membership import check_restorable
@@ -39,6 +39,8 @@ def rejoin(
     Raises ValueError for values that differ between ranks, and as `LowLatency.readmit`.
     """
     inspect.signature(LowLatency).bind(None, **settings)  # raises before the others wait
+    require_int("world_size", world_size, 1, MAX_RANKS)
+    require_int("rank", rank, 0, world_size - 1)
     if isinstance(config, Config):
         check_restorable(config)
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))

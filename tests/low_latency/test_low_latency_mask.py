@@ -218,3 +218,10 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             four_ranks(**options)
+    for rank, world, message in (
+        (4, 4, r"^rank is 4, must be an int in \[0, 3\]$"),
+        ("0", 4, "^rank is '0', must be"),
+        (0, 0, r"^world_size is 0, must be an int in \[1, 65536\]$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ep.rejoin(None, rank, world, cluster.config, max_tokens=6, hidden=H, topk=K, on_dead_rank="mask")
