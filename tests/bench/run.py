@@ -2,7 +2,6 @@
 
 The modules bench_NAME.py of this folder, which take the loop and the report of `megatron-ep bench`:
     compare    two JSON files of one benchmark
-    cuda       dispatch and combine of all ranks on one GPU
     host       what the host does for a call on a GPU
     models     dispatch and combine of a layer of four models in training, on several GPUs, and Megatron's all-to-all
     router     the gate, on the CPU or a GPU
@@ -14,7 +13,7 @@ import sys
 
 from megatron_ep.tools.bench.main import run
 
-NAMES = ("compare", "cuda", "host", "models", "router", "sequences")
+NAMES = ("compare", "host", "models", "router", "sequences")
 
 
 def main(argv: list[str]) -> int:

@@ -53,7 +53,6 @@ if [ -n "$MEGATRON_LM" ]; then
     slice slice {"ours, 24 SMs",all-to-all}{,", even load",", overlap"}
     slice slice_sms "ours, "{16,8}" SMs"{,", overlap"} "ours, 24 SMs, "{"fused router","fp8 rows","probs on combine"}
     slice slice_fp8 {ours,all-to-all}", fp8 "{tensorwise,blockwise}
-    step timeline 400 "$PYTHON" tests/gpu/timeline.py
 fi
 echo "left: ${left[*]:-nothing}"
 [ ${#left[@]} -eq 0 ]

@@ -97,7 +97,6 @@ step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gp
 step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'
 step gate 60 "$PYTHON" tests/bench/run.py router --device cuda --tokens 1 4096 --json "$OUT/router.json"
-step bench 90 "$PYTHON" tests/bench/run.py cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py tests/gpu/test_gpu_one_rank.py'
 step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py tests/gpu/test_gpu_low_latency_masks.py'
 step few_tokens 90 bash -c 'test_with tests/low_latency -k cuda'
@@ -121,5 +120,4 @@ else
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" tests/bench/run.py cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
 exit $failed

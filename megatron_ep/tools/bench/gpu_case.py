@@ -90,34 +90,24 @@ class Case:
         return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots}{local_pass} {self.sizes}"
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    num_sms: list[int],
-    ring_slots: list[int],
-    network_slots: int | None,
-    iters: int,
-    *,
-    many_tokens: bool = False,
-) -> None:
-    """Adds settings, each with several values, sizes and rounds, with these defaults."""
-    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="per rank (%(default)s)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds settings, each with several values, sizes and rounds."""
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=[4, 8, 16, 24], help="per rank (%(default)s)")
     parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
-    parser.add_argument(
-        "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
-    )
+    parser.add_argument("--ring-slots", nargs="+", type=positive, default=[4], help="rows of a ring (%(default)s)")
     parser.add_argument(
         "--network-slots",
         nargs="+",
         type=positive,
-        default=[network_slots],
-        help=f"of one between nodes ({network_slots or 'as many as a buffer takes'})",
+        default=[None],
+        help="of one between nodes (as many as a buffer takes)",
     )
     parser.add_argument(
         "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Tuning.local_pass (where it saves time)"
     )
-    add_tokens(parser, several=many_tokens)
+    add_tokens(parser, several=True)
     add_sizes(parser, hidden=7168, experts=256)
-    add_rounds(parser, warmup=3, iters=iters)
+    add_rounds(parser, warmup=3, iters=30)
 
 
 def cases_of(

@@ -84,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--max-tokens", action="store_true", help="Config.max_tokens is T, so that calls with few tokens go in one hop"
     )
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
-    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)
+    add_arguments(parser)
     arguments = parser.parse_args(argv)
     require_topk(parser, arguments)
     return arguments
