@@ -18,6 +18,7 @@ from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.ranks import ranks_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes, tensors_of
 from megatron_ep.meeting import nodes
+from megatron_ep.meeting.place import is_known
 
 Event = EventHandle | EventOverlap | None
 BYTES = 2 << 20  # bytes, to whose multiples sizes are rounded up
@@ -62,7 +63,7 @@ class ElasticBuffer(OverInstances):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
         num_max_tokens_per_rank: int = 0,
@@ -79,8 +80,7 @@ class ElasticBuffer(OverInstances):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ):
-        if group is None:
-            raise ValueError("group is None, must be a process group")
+        is_known(group)  # raises if it is no group
         if num_cpu_bytes:
             refuse("num_cpu_bytes", num_cpu_bytes, "it needs no memory of the host")
         require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_ROWS)

@@ -134,10 +134,10 @@ def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(sec
     return _places[group]
 
 
-def is_known(group: dist.ProcessGroup) -> str | None:
+def is_known(group: Any) -> str | None:
     """Returns torch's name of a group; None for a group object that wraps another one, or without torch.distributed.
     Raises ValueError if it is no group, such as the number that torch gives to ranks outside of a new group."""
-    if not hasattr(group, "size"):
+    if not hasattr(group, "rank"):
         raise ValueError(f"group is {group!r}, must be a process group that this rank belongs to")
     return distributed_c10d._world.pg_names.get(group)
 

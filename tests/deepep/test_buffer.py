@@ -197,8 +197,9 @@ def test_a_communicator_instead_of_a_group(tmp_path):
 
 
 def test_construction_of_elastic_buffers():
-    with pytest.raises(ValueError, match="group is None"):
-        ElasticBuffer(None)
+    for group in (None, -100):  # the number is what torch gives to ranks outside of a new group
+        with pytest.raises(ValueError, match=f"^group is {group}, must be a process group"):
+            ElasticBuffer(group, 1)
     with pytest.raises(ValueError, match="num_bytes is None, must be given without num_max_tokens_per_rank and hidden"):
         ElasticBuffer(OneRank())
     with pytest.raises(NotImplementedError, match="num_cpu_bytes is 8"):

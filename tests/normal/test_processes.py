@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from modes import HOST, Normal, W
 from run_on import run_on
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from waits import within
 
@@ -137,8 +138,9 @@ def run_bad_construction():
     with pytest.raises((ValueError, ep.EPError), match=r"topology is .*, must be a megatron_ep.Topology"):
         ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
     outside = dist.GroupMember.NON_GROUP_MEMBER  # what torch returns to ranks that are not in a new group
-    with pytest.raises(ValueError, match=r"^group is -100, must be a process group that this rank belongs to$"):
-        ep.Buffer(outside, ep.Config(num_experts=8))
+    for group, name in ((outside, "-100"), (init_device_mesh("cpu", (W,)), "DeviceMesh.*")):
+        with pytest.raises(ValueError, match=rf"^group is {name}, must be a process group that this rank belongs to$"):
+            ep.Buffer(group, ep.Config(num_experts=8))
 
 
 def test_bad_construction_is_the_same_error_everywhere(ranks):
