@@ -49,7 +49,7 @@ class CudaGroup {
     std::vector<Layout::Report> request_reports();
     // Waits for these reports as notify_and_wait does.
     std::vector<Layout::Totals> wait_for_reports(CudaStream stream,
-                                                 const std::function<void()>& idle) const;
+                                                 const std::function<void()>& idle);
     // When the last notify_and_wait had launched notify and the dispatch behind it, and saw the
     // counts.
     const auto& count_times() const { return count_times_; }

@@ -21,6 +21,7 @@ namespace ep {
 namespace {
 
 constexpr size_t kPollsOfCounts = 1 << 12;  // between calls of `idle` and stream queries
+constexpr std::chrono::milliseconds kListenInterval{50};  // while the host waits for counts
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
@@ -229,8 +230,8 @@ std::vector<Layout::Report> CudaGroup<P>::request_reports() {
 }
 
 template <class P>
-std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
-    CudaStream stream, const std::function<void()>& idle) const {
+std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(CudaStream stream,
+                                                           const std::function<void()>& idle) {
     const DeviceGuard guard(device_);
     auto has_reported = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
@@ -238,6 +239,7 @@ std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
     };
     // The kernel's waits are bounded: it writes the totals, aborts, or the stream shows its end.
     bool ended = false;
+    auto listened = std::chrono::steady_clock::now();
     for (size_t rank = 0, polls = 0; rank < ranks_.size() && !ended;) {
         if (has_reported(rank)) {
             ++rank;
@@ -246,6 +248,10 @@ std::vector<Layout::Totals> CudaGroup<P>::wait_for_reports(
         ended = aborted();
         if (++polls % kPollsOfCounts) continue;
         idle();
+        if (const auto now = std::chrono::steady_clock::now(); now - listened > kListenInterval) {
+            listen();  // other work on the stream may wait for a rank that has given up
+            listened = now;
+        }
         const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(stream));
         if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
         ended = ended || state == cudaSuccess;

@@ -95,8 +95,9 @@ struct cudaLaunchConfig_t {
 struct FakeCuda {
     int current = 0;
     int switches = 0;
-    bool is_idle = true;  // as far as the host knows
-    int unmapped = 0;     // memory of other processes
+    bool is_idle = true;        // as far as the host knows
+    bool streams_wait = false;  // whether no stream gets to its end
+    int unmapped = 0;           // memory of other processes
     std::set<int> contexts;
     std::set<void*> live;
     std::set<void*> loaded;         // kernels
@@ -240,7 +241,9 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
     return cudaMemcpy(to, from, bytes, kind);
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return fake_cuda.call(); }
-inline cudaError_t cudaStreamQuery(cudaStream_t) { return fake_cuda.call(); }
+inline cudaError_t cudaStreamQuery(cudaStream_t) {
+    return fake_cuda.streams_wait ? cudaErrorNotReady : fake_cuda.call();
+}
 
 inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
     handle->memory = memory;
