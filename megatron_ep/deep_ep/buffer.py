@@ -192,13 +192,15 @@ class Buffer(LowLatencyCalls):
         Returns x [R, H] (and scales [R, S]); local expert ids [R, K], or -1; weights [R, K], 0 where the id is -1; rows
         of each local expert, [] with num_worst_tokens; the handle; the event for async_finish.
         """
+        instances = self._instances()
         if handle is not None:
-            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                if value is not None:
-                    raise ValueError(f"{name} must not be given with a handle")
-            routes = _normal(handle).routes
+            with instances.abort_peers_on_error():
+                for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                    if value is not None:
+                        raise ValueError(f"{name} must not be given with a handle")
+                routes, device = _normal(handle).routes, device_of(x)
             again, event = run(
-                device_of(x),
+                device,
                 lambda: transfers.dispatch_again(routes, x),
                 tensors_of(x),
                 previous_event,
@@ -206,17 +208,16 @@ class Buffer(LowLatencyCalls):
                 transfers.Received.tensors,
             )
             return again.rows, None, None, None, None, event
-        if num_tokens_per_expert is None:
-            raise ValueError("num_tokens_per_expert is None, must be int32 [E] unless a handle is given")
-        if (topk_idx is None) != (topk_weights is None):
-            raise ValueError("topk_idx and topk_weights must be given together")
-        if topk_idx is None and (is_token_in_rank is None or num_worst_tokens):
-            raise ValueError("topk_idx is None, must be given with num_worst_tokens and without is_token_in_rank")
-        require_int("expert_alignment", expert_alignment, 1, 1 << 20)
-        require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
-        num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
-        instances = self._instances()
-        buffer = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
+        with instances.abort_peers_on_error():
+            if num_tokens_per_expert is None:
+                raise ValueError("num_tokens_per_expert is None, must be int32 [E] unless a handle is given")
+            if (topk_idx is None) != (topk_weights is None):
+                raise ValueError("topk_idx and topk_weights must be given together")
+            if topk_idx is None and (is_token_in_rank is None or num_worst_tokens):
+                raise ValueError("topk_idx is None, must be given with num_worst_tokens and without is_token_in_rank")
+            require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
+            num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
+            buffer = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
 
         def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
             ids = topk_idx
@@ -272,10 +273,11 @@ class Buffer(LowLatencyCalls):
 
         Returns [T, H], zeros for a token without rows; [T, K] or None; the event for async_finish.
         """
-        routes = _normal(handle).routes
+        with self._instances().abort_peers_on_error():
+            routes, device = _normal(handle).routes, device_of(x)
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
         (y, weights), event = run(
-            x.device,
+            device,
             lambda: transfers.combine(routes, x, topk_weights, biases, sums_weights=True),
             [x, topk_weights, *biases],
             previous_event,

@@ -193,15 +193,17 @@ class ElasticBuffer(OverInstances):
         """
         has_counts = do_cpu_sync is None or do_cpu_sync
         alignment = 1 if expert_alignment is None else expert_alignment
-        if handle is not None:
-            self._check_cached(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
-            if cumulative_local_expert_recv_stats is not None:
-                raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
-            dispatched = self._again(handle, x, topk_weights, not do_expand)
-        else:
-            max_tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            given = (x, topk_idx, topk_weights, num_experts, max_tokens, alignment, num_sms)
-            dispatched = self._first(*given, is_flat=not do_expand, has_counts=has_counts)
+        with self._instances().abort_peers_on_error():
+            device = device_of(x)
+            if handle is not None:
+                self._check_given(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
+                if cumulative_local_expert_recv_stats is not None:
+                    raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
+                dispatched = self._again(handle, x, topk_weights, not do_expand)
+            else:
+                tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+                first = (x, topk_idx, topk_weights, num_experts, tokens, alignment, num_sms)
+                dispatched = self._first(*first, is_flat=not do_expand, has_counts=has_counts)
         before_end = handle_of(previous_event_before_epilogue)
 
         def call() -> tuple[Received, Routes, torch.Tensor | None]:
@@ -216,7 +218,7 @@ class ElasticBuffer(OverInstances):
             return received, routes, ids
 
         (received, routes, ids), event = run(
-            device_of(x),
+            device,
             call,
             [*tensors_of(x), topk_idx, topk_weights, cumulative_local_expert_recv_stats],
             previous_event,
@@ -257,8 +259,9 @@ class ElasticBuffer(OverInstances):
 
         Returns [T, H]; [T, K] or None; the event.
         """
-        _check_handle(handle)
-        routes = handle.of_layout(not handle.do_expand)
+        with self._instances().abort_peers_on_error():
+            _check_handle(handle)
+            routes, device = handle.of_layout(not handle.do_expand), device_of(x)
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
         before_end = handle_of(previous_event_before_epilogue)
 
@@ -270,12 +273,7 @@ class ElasticBuffer(OverInstances):
             )
 
         (y, weights), event = run(
-            x.device,
-            call,
-            [x, topk_weights, *biases],
-            previous_event,
-            async_with_compute_stream,
-            lambda result: result,
+            device, call, [x, topk_weights, *biases], previous_event, async_with_compute_stream, lambda result: result
         )
         return y, weights, event
 
@@ -330,7 +328,7 @@ class ElasticBuffer(OverInstances):
         return dispatched
 
     @staticmethod
-    def _check_cached(
+    def _check_given(
         handle: EPHandle,
         topk_idx: torch.Tensor | None,
         num_experts: int | None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.config import MAX_EXPERTS, MAX_LOW_LATENCY_TOKENS, MAX_TOPK, Config, require_int
 from megatron_ep.deep_ep.config import row_class, tokens_in
@@ -111,6 +112,13 @@ class Instances:
         """Resets all buffers: see `megatron_ep.Buffer.reset`. Collective."""
         for buffer in self._buffers():
             buffer.reset()
+
+    def abort_peers_on_error(self) -> contextlib.ExitStack:
+        """Returns a context as `RankGroup.abort_peers_on_error` does, for whichever buffer the other ranks wait in."""
+        stack = contextlib.ExitStack()
+        for buffer in self._buffers():
+            stack.enter_context(rank_group_of(buffer).abort_peers_on_error())
+        return stack
 
     def _buffers(self) -> list[Buffer]:
         """Returns the buffers in the same order on all ranks."""

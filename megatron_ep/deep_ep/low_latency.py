@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.config import require_int
 from megatron_ep.deep_ep.events import EventOverlap, refuse, run
 from megatron_ep.deep_ep.handles import LowLatencyTuple
@@ -75,12 +74,12 @@ class LowLatencyCalls(OverInstances):
 
         Returns rows (and scales), int32 [L] rows of each expert, the handle, the event, the hook.
         """
-        if use_ue8m0 and not (round_scale and use_fp8):
-            raise ValueError("use_ue8m0 is True, must be False without use_fp8 and round_scale")
-        _check_ends(async_finish, return_recv_hook)
-        most = num_max_dispatch_tokens_per_rank
-        low_latency = self._instances().low_latency(x.device, num_experts, most, x.shape[-1], topk_idx.shape[-1])
-        with rank_group_of(low_latency.buffer).abort_peers_on_error():
+        instances, most = self._instances(), num_max_dispatch_tokens_per_rank
+        with instances.abort_peers_on_error():
+            if use_ue8m0 and not (round_scale and use_fp8):
+                raise ValueError("use_ue8m0 is True, must be False without use_fp8 and round_scale")
+            _check_ends(async_finish, return_recv_hook)
+            low_latency = instances.low_latency(x.device, num_experts, most, x.shape[-1], topk_idx.shape[-1])
             if len(x) > most:
                 raise ValueError(f"x has {len(x)} tokens, must have at most num_max_dispatch_tokens_per_rank = {most}")
         self._mask_those_asked_for()
@@ -146,19 +145,20 @@ class LowLatencyCalls(OverInstances):
             are always read in place.
         use_logfmt: True raises NotImplementedError, because rows travel unchanged.
         """
-        if use_logfmt:
-            refuse("use_logfmt", True, "rows are combined in bfloat16")
-        _check_ends(async_finish, return_recv_hook)
-        if not isinstance(handle, LowLatencyTuple):
-            raise ValueError(f"handle is a {type(handle).__name__}, must be of a low_latency_dispatch of this Buffer")
-        low_latency = handle.low_latency
-        rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
-        weights = topk_weights
-        if topk_idx is not handle.topk_idx:
-            if topk_idx.shape != topk_weights.shape:
-                shapes = (tuple(tensor.shape) for tensor in (topk_idx, topk_weights))
-                raise ValueError("topk_idx has shape {}, must be {} as topk_weights".format(*shapes))
-            weights = torch.where(topk_idx < 0, torch.zeros_like(topk_weights), topk_weights)
+        with self._instances().abort_peers_on_error():
+            if use_logfmt:
+                refuse("use_logfmt", True, "rows are combined in bfloat16")
+            _check_ends(async_finish, return_recv_hook)
+            if not isinstance(handle, LowLatencyTuple):
+                raise ValueError(f"handle is a {type(handle).__name__}, must be of low_latency_dispatch of this Buffer")
+            low_latency, device = handle.low_latency, x.device
+            rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+            weights = topk_weights
+            if topk_idx is not handle.topk_idx:
+                if topk_idx.shape != topk_weights.shape:
+                    shapes = (tuple(tensor.shape) for tensor in (topk_idx, topk_weights))
+                    raise ValueError("topk_idx has shape {}, must be {} as topk_weights".format(*shapes))
+                weights = torch.where(topk_idx < 0, torch.zeros_like(topk_weights), topk_weights)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             with torch.no_grad():
@@ -172,10 +172,10 @@ class LowLatencyCalls(OverInstances):
                 )
             if not return_recv_hook:
                 return result, None
-            return result[0], _on_stream_of_now(x.device, result[1])
+            return result[0], _on_stream_of_now(device, result[1])
 
         (y, hook), event = run(
-            x.device,
+            device,
             call,
             [rows, weights, out, combine_wait_recv_cost_stats, handle.handle.layouts[0]],
             None,

@@ -283,11 +283,7 @@ def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[
 
 
 def _launch(
-    handle: Handle,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    all_weights: bool,
+    handle: Handle, values: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, all_weights: bool
 ) -> Received:
     out, out_scales, out_weights = launches.launch_dispatch(
         handle,

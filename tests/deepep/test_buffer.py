@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -381,6 +382,53 @@ def test_one_rank_s_mistake_reaches_the_others():
     buffer.reset()
     assert len(buffer.dispatch(x, **given)[0]) == 2
     buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "text"),
+    [
+        ("dispatch", {"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
+        ("dispatch", {"x": None}, "x is a NoneType, must be a tensor"),
+        ("dispatch", {"handle": 3}, "topk_idx must not be given with a handle"),
+        ("combine", {"handle": None}, "handle is a NoneType, must be of a dispatch"),
+        ("low_latency_dispatch", {"num_max_dispatch_tokens_per_rank": 0}, "num_max_dispatch_tokens_per_rank is 0"),
+        ("low_latency_combine", {"handle": None}, "handle is a NoneType, must be of low_latency_dispatch"),
+        ("elastic dispatch", {"num_experts": 0}, "num_experts is 0"),
+        ("elastic combine", {"handle": None}, "handle is a NoneType, must be of a dispatch"),
+    ],
+)
+@run_on("four_ranks")
+def test_a_mistake_that_is_found_before_a_buffer_is_known_reaches_the_others(method, changes, text):
+    """Others wait in a call of the buffer that an earlier call has set up."""
+    group = group_of(2)
+    buffer, second, rank = Buffer(group), ElasticBuffer(group, 1), dist.get_rank(group)
+    x, ids, weights = torch.ones(2, 8).bfloat16(), torch.tensor([[0], [3]]), torch.ones(2, 1)
+    given = {"x": x, "topk_idx": ids, "topk_weights": weights}
+    normal = given | {"num_tokens_per_expert": torch.ones(4, dtype=torch.int32)}
+    sizes = {"num_max_dispatch_tokens_per_rank": 2, "num_experts": 4, "use_fp8": False}
+    rows, *_, handle, _ = buffer.dispatch(**normal)
+    spread, _, few, *_ = buffer.low_latency_dispatch(x, ids, **sizes)
+    received, *_, known, _ = second.dispatch(**given, num_experts=4)
+    calls = {
+        "dispatch": (buffer.dispatch, normal),
+        "combine": (buffer.combine, {"x": rows, "handle": handle}),
+        "low_latency_dispatch": (buffer.low_latency_dispatch, {"x": x, "topk_idx": ids} | sizes),
+        "low_latency_combine": (buffer.low_latency_combine, given | {"x": spread, "handle": few}),
+        "elastic dispatch": (second.dispatch, given | {"num_experts": 4}),
+        "elastic combine": (second.combine, {"x": received, "handle": known}),
+    }
+    call, arguments = calls[method]
+    dist.barrier(group)  # or the failure finds a slow rank in an earlier call
+    started = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else ep.EPAbortError, match=text):
+        call(**(arguments | changes if rank == 1 else arguments))
+    assert time.monotonic() - started < 30, "the other rank waited for its timeout"
+    for made in (buffer, second):
+        made.reset()
+    assert torch.equal(buffer.dispatch(**normal)[0], rows)
+    assert torch.equal(second.dispatch(**given, num_experts=4)[0], received)
+    buffer.destroy()
+    second.destroy()
 
 
 @run_on("four_ranks")

@@ -14,11 +14,7 @@ PRIME = 131071
 
 
 def dispatch(
-    x: Rows,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_max_tokens_per_rank: int,
-    num_experts: int,
+    x: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_max_tokens_per_rank: int, num_experts: int
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
     """Returns flat rows of the default group, by (source rank, token): x [R, H] (and scales), local ids [R, K] or -1,
     all weights [R, K], int32 [R] source rank * num_max_tokens_per_rank + token, and the rows from each rank."""
