@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from megatron_ep.config import MAX_TOPK, Topology
+from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, TIMEOUT_ALLOWED, Topology
 
 GIB = 1 << 30
 
@@ -25,8 +25,8 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {TIMEOUT_ALLOWED}")
     return value
 
 
