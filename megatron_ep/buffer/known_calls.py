@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 MAX_KNOWN = 256
 
@@ -21,7 +22,8 @@ def signature(settings: tuple[Any, ...], x: Any, ids: Any, weights: Any, *others
     settings: arguments other than tensors, with the types of numbers, because True == 1.
     """
     try:  # no loop over the tensors, because each call does this
-        if not x.is_contiguous() or x.is_neg():  # there is no is_conj: only complex tensors can be conjugated
+        # There is no is_conj: only complex tensors can be conjugated.
+        if not x.is_contiguous() or x.is_neg() or forward_ad._current_level >= 0:
             return None
         of_x = needs_gradient = x.requires_grad
         of_ids = of_weights = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from megatron_ep import float8
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
@@ -443,6 +444,8 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
             raise ValueError(f"{name} is a {type(tensor).__name__} without memory, must have memory")
         if not is_traced and (tensor.is_neg() or tensor.is_conj()):
             raise ValueError(f"{name} is a view that negates or conjugates lazily, must be resolved: resolve_neg()")
+        if not is_traced and forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{name} has a tangent, must have none: only the backward pass is differentiated")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous"

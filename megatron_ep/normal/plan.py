@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members, RowCounts
@@ -362,6 +363,8 @@ def combine_signature(handle: Handle, x: Any, weights: Any) -> Signature | None:
             of_weights = (weights.__class__, weights.dtype, weights.device)
             needs_gradient = needs_gradient or weights.requires_grad
         if len(shape) != 2 or shape[0] != rows or not x.is_contiguous() or x.is_neg():
+            return None
+        if forward_ad._current_level >= 0:
             return None
         of_x = (x.__class__, x.dtype, shape[1], x.device)
         fits = (handle.topk, handle.is_flat, handle.one_hop, num_tokens)

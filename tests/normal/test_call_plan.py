@@ -8,6 +8,7 @@ from entered import check_entered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_together, thread_ranks
+from torch.autograd import forward_ad
 
 import megatron_ep as ep
 from megatron_ep.buffer.host import HostBackend
@@ -205,6 +206,26 @@ def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, 
                 x if transform is torch.func.grad else x[None]
             )
     assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, expected.x)
+
+
+def test_tangents_are_refused(buffer):
+    """Of forward-mode differentiation, between calls with tensors that look alike."""
+    x, ids, weights = inputs(3)
+    rows = ep.dispatch(x, ids, weights, buffer=buffer)
+    mode = ep.LowLatency(buffer, max_tokens=5, hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
+    mode.dispatch(x, ids, weights)
+    ep.combine(rows.x, rows.handle)
+    with forward_ad.dual_level():
+        for call, name in (
+            (lambda: ep.dispatch(forward_ad.make_dual(x, x), ids, weights, buffer=buffer), "x"),
+            (lambda: ep.dispatch(x, ids, forward_ad.make_dual(weights, weights), buffer=buffer), "topk_weights"),
+            (lambda: ep.dispatch(forward_ad.make_dual(x, x), handle=rows.handle), "x"),
+            (lambda: ep.combine(forward_ad.make_dual(rows.x, rows.x), rows.handle), "x"),
+            (lambda: mode.dispatch(forward_ad.make_dual(x, x), ids, weights), "x"),
+        ):
+            with pytest.raises(ValueError, match=f"{name} has a tangent, must have none"):
+                call()
+        assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer).x, rows.x)
 
 
 def test_memory_that_was_freed_is_not_read(buffer):
