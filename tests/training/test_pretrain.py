@@ -86,7 +86,8 @@ def check_weights(ours, expected, start, tolerance):
     assert ours.keys() == expected.keys() == start.keys()
     for key in expected:
         change = (expected[key] - start[key]).abs().max().item()
-        assert (ours[key] - expected[key]).abs().max().item() <= tolerance * max(change, 1e-3), key
+        last_place = torch.finfo(expected[key].dtype).eps * expected[key].abs().max().item()
+        assert (ours[key] - expected[key]).abs().max().item() <= max(tolerance * max(change, 1e-3), last_place), key
 
 
 @pytest.mark.parametrize("name", [name if name == AT_EACH_CHANGE else at_night(name) for name in ALL])
@@ -198,7 +199,7 @@ def test_nothing_is_kept_of_a_backward_pass_that_failed(runs):
     flags = (*MODEL.split(), *ADAM.split(), "--expert-model-parallel-size", "2", "--save-interval", "1")
     unchecked, saved = ("--no-check-for-nan-in-loss-and-grad",), ("--save", runs.out / "stalled saved")
     combines = 2 * 4 * 4  # two steps of four microbatches, of three layers and one of the multi-token prediction
-    with pytest.raises(AssertionError, match=r"rank . failed"):
+    with pytest.raises(AssertionError, match="stalled: exit statuses of ranks"):
         stall = (STALLED, combines, "--train-iters", "3")
         runs.scripts.run("stalled", 2, *flags, *unchecked, *saved, *stall, ep_flags=("--ep-timeout", "2"))
     texts = [runs.scripts.text("stalled", rank) for rank in range(2)]

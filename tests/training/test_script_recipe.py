@@ -199,7 +199,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
     options = {"moe_expert_rank_capacity_factor": None, "moe_apply_probs_on_combine": True}
-    options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None}
+    options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None, "moe_chunks": 1}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
         assert connections == "1" and enabled is True and settings == {"num_sms": 8, "row_bytes": 16384} | options
