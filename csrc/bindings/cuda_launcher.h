@@ -136,10 +136,7 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
         if (auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
             const bool waits =
                 dispatches->front().host_waits && launches != LowLatencyLaunches::Send;
-            if (waits) {
-                const auto reports = launcher_.group().request_reports();
-                for (size_t i = 0; i < reports.size(); ++i) (*dispatches)[i].report = reports[i];
-            }
+            if (waits) launcher_.group().request_reports(*dispatches);
             ranks_.dispatch(launches, *dispatches, stream);
             if (!waits) return {};
             return {launcher_.group().wait_for_reports(stream, launcher_.idle())};

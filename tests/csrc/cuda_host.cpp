@@ -137,24 +137,25 @@ void test_kernels_are_loaded_before_they_are_launched() {
     }
 }
 
-// Ranks 0 and 1 of one process. The host of rank 0 gives up while a kernel does, too.
 // While this rank's kernel is behind other work, which waits for the rank that has given up.
 void test_a_wait_for_counts_hears_of_other_ranks() {
     std::string own(kTwo.bytes(), 0), other(kTwo.bytes(), 0);
     start();
     Group group = group_of(kTwo, {own.data()}, {own.data(), other.data()});
     fake_cuda.streams_wait = true;
-    const auto reports = group.request_reports();
+    std::vector<ep::NotifyArgs> args(1);
+    group.request_reports(args);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
     const auto totals = group.wait_for_reports(nullptr, [&] {
         block_in(own).abort = ep::ControlBlock::abort_word(ep::Outcome::Failed, 1);
         if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("it hangs");
     });
     EXPECT(group.aborted() == ep::ControlBlock::abort_word(ep::Outcome::Failed, 1));
-    EXPECT(totals.size() == 1 && totals[0].ticket == 0 && reports[0].totals->ticket == 0);
+    EXPECT(totals.size() == 1 && totals[0].ticket == 0 && args[0].report.totals->ticket == 0);
     fake_cuda.streams_wait = false;
 }
 
+// Ranks 0 and 1 of one process. The host of rank 0 gives up while a kernel does, too.
 void test_the_first_reason_stays() {
     const uint64_t timeout = ep::ControlBlock::abort_word(ep::Outcome::Timeout, 1);
     const uint64_t refusal = ep::ControlBlock::abort_word(ep::Outcome::BadInput, 0);

@@ -45,8 +45,13 @@ class CudaGroup {
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle,
                                                 const std::vector<DispatchArgs>& speculative = {});
-    // Returns where the kernels of the next launch report the totals of each rank.
-    std::vector<Layout::Report> request_reports();
+    // Makes the kernels of the next launch report the totals of each rank. Defined here for the
+    // arguments of other modes, too.
+    template <class Args>
+    void request_reports(std::vector<Args>& args) {
+        ++ticket_;
+        for (size_t i = 0; i < args.size(); ++i) args[i].report = {totals_on_gpu_ + i, ticket_};
+    }
     // Waits for these reports as notify_and_wait does.
     std::vector<Layout::Totals> wait_for_reports(CudaStream stream,
                                                  const std::function<void()>& idle);

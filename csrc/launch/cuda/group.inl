@@ -210,8 +210,7 @@ template <class P>
 std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
     std::vector<NotifyArgs> args, CudaStream stream, const std::function<void()>& idle,
     const std::vector<DispatchArgs>& speculative) {
-    const auto reports = request_reports();
-    for (size_t i = 0; i < args.size(); ++i) args[i].report = reports[i];
+    request_reports(args);
     notify(args, stream);
     count_times_[0] = std::chrono::steady_clock::now();
     if (!speculative.empty()) dispatch(speculative, stream);
@@ -219,14 +218,6 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
     auto totals = wait_for_reports(stream, idle);
     count_times_[2] = std::chrono::steady_clock::now();
     return totals;
-}
-
-template <class P>
-std::vector<Layout::Report> CudaGroup<P>::request_reports() {
-    ++ticket_;
-    std::vector<Layout::Report> reports;
-    for (size_t i = 0; i < ranks_.size(); ++i) reports.push_back({totals_on_gpu_ + i, ticket_});
-    return reports;
 }
 
 template <class P>
