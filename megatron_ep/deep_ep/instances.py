@@ -5,6 +5,7 @@ create the same buffers."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -113,12 +114,15 @@ class Instances:
         for buffer in self._buffers():
             buffer.reset()
 
-    def abort_peers_on_error(self) -> contextlib.ExitStack:
-        """Returns a context as `RankGroup.abort_peers_on_error` does, for whichever buffer the other ranks wait in."""
-        stack = contextlib.ExitStack()
-        for buffer in self._buffers():
-            stack.enter_context(rank_group_of(buffer).abort_peers_on_error())
-        return stack
+    @contextlib.contextmanager
+    def abort_peers_on_error(self) -> Iterator[None]:
+        """As `RankGroup.abort_peers_on_error`, for whichever buffer the other ranks wait in."""
+        try:
+            yield
+        except BaseException as error:
+            for buffer in self._buffers():
+                rank_group_of(buffer).abort_peers(error)
+            raise
 
     def _buffers(self) -> list[Buffer]:
         """Returns the buffers in the same order on all ranks."""

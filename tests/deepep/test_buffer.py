@@ -432,6 +432,19 @@ def test_a_mistake_that_is_found_before_a_buffer_is_known_reaches_the_others(met
 
 
 @run_on("four_ranks")
+def test_a_mistake_in_the_call_that_sets_a_buffer_up_reaches_the_others():
+    group = group_of(2)
+    buffer, rank = Buffer(group), dist.get_rank(group)
+    tokens = 2 + rank
+    x, ids = torch.ones(tokens, 8).bfloat16(), torch.arange(tokens).unsqueeze(1)
+    started = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else ep.EPAbortError, match="x has 3 tokens, must have at most"):
+        buffer.low_latency_dispatch(x, ids, num_max_dispatch_tokens_per_rank=2, num_experts=4, use_fp8=False)
+    assert time.monotonic() - started < 30, "the other rank waited for its timeout"
+    buffer.destroy()
+
+
+@run_on("four_ranks")
 def test_too_many_tokens_of_a_rank():
     """Tokens for num_max_tokens_per_rank."""
     group = group_of(2)
