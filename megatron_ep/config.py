@@ -115,11 +115,11 @@ class Tuning:
         512 KiB on the host; on a GPU 32 rows, 16 or 8 if all rings of a rank together would take more than 192 MiB, and
         four for a LocalCluster.
     rdma_chunk_tokens: rows per put and signal to another node; at most half a ring.
-    local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run in separate launches:
-        dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
-        combine's sums over a rank's experts. They use the SMs that `Config.num_sms` leaves free; if that is less than a
-        third of the GPU, all SMs before or after the exchange. Combine does not use them if processes share a GPU, or
-        in a graph with a driver older than CUDA 12.3. None: on a GPU, if it saves time.
+    local_pass: whether intra-rank permute and reduce run as separate kernels on the SMs that `Config.num_sms` leaves
+        free, or on all SMs before or after the exchange if fewer than a third are free. They copy the rows that stay on
+        their rank and those for a token's further experts on a rank, and sum over a rank's experts for combine.
+        Combine does without them if processes share a GPU, or in a graph with a driver older than CUDA 12.3. None: on
+        a GPU, if it saves time.
 
     Raises ValueError for values out of range.
     """
@@ -148,8 +148,9 @@ class Config:
     """Settings of a buffer, equal on all of its ranks.
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
-    num_sms: SMs that a launch uses per rank on a GPU. None: 24; from eight nodes on 16, except in the low-latency mode;
-        for a LocalCluster an equal share of the GPU per rank if that is less.
+    num_sms: SMs that a launch uses per rank on a GPU. None: 24, or 16 from eight nodes on; in the low-latency mode 24,
+        or 64 where it sends rows as lines (docs/protocol.md); for a LocalCluster an equal share of the GPU per rank if
+        that is less.
     timeout: seconds that a single wait may take. Must be longer than one rank may keep the others waiting, for example
         for a save. None: the environment variable MEGATRON_EP_TIMEOUT, else the timeout of the process group's
         collectives (torch: 600 for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process

@@ -70,7 +70,7 @@ def measure(rounds: int) -> dict[str, float]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
         heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
         backend = group.live_backend()
-        low_latency = launchless.low_latency(backend.group, heap, SMS)
+        low_latency = launchless.low_latency(backend.launcher, heap, SMS)
         return backends.LowLatencyRanks(heap, LowLatencyConnection(low_latency), None), None
 
     event = SimpleNamespace(query=lambda: True)

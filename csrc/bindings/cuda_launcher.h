@@ -35,20 +35,20 @@ class CudaLauncher : public RankLauncher {
             group_.combine(all, dtype_of(all), stream);
             return {};
         }
-        auto& all = std::get<std::vector<FusedDispatchArgs>>(args);
+        auto& all = std::get<std::vector<DispatchCallArgs>>(args);
         if (phase == Phase::Notify) return {wait_for_counts(all, {}, stream)};
-        if (phase == Phase::DispatchAhead && all.size() > 1)
+        if (phase == Phase::SpeculativeDispatch && all.size() > 1)
             throw std::invalid_argument(
                 "a dispatch ahead is for one rank: each of several would "
                 "decide for itself");
-        if (phase != Phase::DispatchAgain) ++call_;
+        if (phase != Phase::DispatchRetry) ++call_;
         number(all, call_);
-        if (phase == Phase::FusedDispatch) {
-            group_.fused_dispatch(all, stream);
+        if (phase == Phase::DispatchWithoutWait) {
+            group_.dispatch_without_wait(all, stream);
             return {};
         }
         const std::vector<DispatchArgs> dispatches(all.begin(), all.end());
-        if (phase == Phase::DispatchAhead) {
+        if (phase == Phase::SpeculativeDispatch) {
             auto totals = wait_for_counts(all, dispatches, stream);
             const bool fits = totals.empty() || all.front().fits(totals.front());
             return {std::move(totals), fits};
@@ -112,7 +112,7 @@ class CudaLauncher : public RankLauncher {
         for (Args& a : args) a.call = call;
     }
 
-    std::vector<Layout::Totals> wait_for_counts(const std::vector<FusedDispatchArgs>& args,
+    std::vector<Layout::Totals> wait_for_counts(const std::vector<DispatchCallArgs>& args,
                                                 const std::vector<DispatchArgs>& ahead,
                                                 void* stream) {
         return group_.notify_and_wait(notify_args(args), stream, idle(), ahead);

@@ -55,13 +55,13 @@ class HostLauncher : public RankLauncher {
                 [&](const auto& interrupted) { group_.combine(all, dtype_of(all), interrupted); });
             return {};
         }
-        auto& all = std::get<std::vector<FusedDispatchArgs>>(args);
+        auto& all = std::get<std::vector<DispatchCallArgs>>(args);
         Counted counted;
-        if (phase != Phase::Dispatch && phase != Phase::DispatchAgain) {
+        if (phase != Phase::Dispatch && phase != Phase::DispatchRetry) {
             counted.totals = notify(all);
             const Layout::Totals& first = counted.totals.front();
-            counted.fits = phase == Phase::DispatchAhead && all.front().fits(first);
-            const bool goes_on = counted.fits || phase == Phase::FusedDispatch;
+            counted.fits = phase == Phase::SpeculativeDispatch && all.front().fits(first);
+            const bool goes_on = counted.fits || phase == Phase::DispatchWithoutWait;
             if (!goes_on || is_refused(counted.totals) || aborted()) return counted;
         }
         number(all);
@@ -118,9 +118,9 @@ class HostLauncher : public RankLauncher {
         for (Args& a : args) a.call = call_;
     }
 
-    std::vector<Layout::Totals> notify(const std::vector<FusedDispatchArgs>& dispatches) {
+    std::vector<Layout::Totals> notify(const std::vector<DispatchCallArgs>& dispatches) {
         std::vector<NotifyArgs> args;
-        for (const FusedDispatchArgs& dispatch : dispatches) {
+        for (const DispatchCallArgs& dispatch : dispatches) {
             args.push_back(dispatch.notify(epoch_ + 1));
             args.back().layout.totals() = {};
         }

@@ -52,8 +52,8 @@ Setters<A> with_low_latency(Setters<A> setters) {
     return setters;
 }
 
-const auto& setters_of(const FusedDispatchArgs&) {
-    using A = FusedDispatchArgs;
+const auto& setters_of(const DispatchCallArgs&) {
+    using A = DispatchCallArgs;
     static const auto setters = with_transfer<A>({EP_MEMBER(fills_tables),
                                                   EP_MEMBER(x),
                                                   EP_MEMBER(scales),
@@ -104,31 +104,32 @@ const auto& setters_of(const LowLatencyCombineArgs&) {
     return setters;
 }
 
-// A call's arguments, except the `given` members: each launch passes their values, rank by rank.
+// A call's arguments. Each launch passes the values of the `per_launch` members, rank by rank; the
+// others stay as they were set when the call was prepared.
 template <class Args>
 struct CallOf {
     std::vector<Args> args;
-    std::vector<std::pair<std::string, Setter<Args>>> given;
+    std::vector<std::pair<std::string, Setter<Args>>> per_launch;
 
     AllArgs with(PyObject* values) const {
-        if (as<size_t>(PyTuple_GET_SIZE(values)) != args.size() * given.size())
-            throw py::value_error("the members given are not those that the call leaves open");
+        if (as<size_t>(PyTuple_GET_SIZE(values)) != args.size() * per_launch.size())
+            throw py::value_error("these are not the members that each launch must pass");
         auto filled = args;
         Py_ssize_t next = 0;
         for (Args& a : filled)
-            for (const auto& [name, setter] : given)
+            for (const auto& [name, setter] : per_launch)
                 setter(a, value_of(name, PyTuple_GET_ITEM(values, next++)));
         return filled;
     }
 };
 struct Call {
-    std::variant<CallOf<FusedDispatchArgs>, CallOf<CombineArgs>, CallOf<LowLatencyDispatchArgs>,
+    std::variant<CallOf<DispatchCallArgs>, CallOf<CombineArgs>, CallOf<LowLatencyDispatchArgs>,
                  CallOf<LowLatencyCombineArgs>>
         of;
 };
 
 Call make_call(AllArgs blank, const std::vector<py::dict>& members,
-               const std::vector<std::string>& given) {
+               const std::vector<std::string>& per_launch) {
     return std::visit(
         [&]<class Args>(std::vector<Args>& args) {
             if (members.size() != args.size())
@@ -136,7 +137,8 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
                                       std::to_string(args.size()) + " ranks");
             CallOf<Args> call{std::move(args), {}};
             const auto& setters = setters_of(Args{});
-            for (const auto& name : given) call.given.emplace_back(name, setter_of(setters, name));
+            for (const auto& name : per_launch)
+                call.per_launch.emplace_back(name, setter_of(setters, name));
             for (size_t i = 0; i < members.size(); ++i) fill(call.args[i], setters, members[i]);
             return Call{std::move(call)};
         },
@@ -178,8 +180,8 @@ PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) t
 
 PyMethodDef launch_method = {
     "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
-    "launch(self, call, phase, stream, given)\n\n"
-    "Launches a phase of a call. given: the members that the call leaves open, rank by rank: "
+    "launch(self, call, phase, stream, per_launch)\n\n"
+    "Launches a phase of a call. per_launch: the values of those members, rank by rank: "
     "numbers, tensors for their addresses, or None for 0. If the host waits for counts, returns "
     "each rank's totals, and whether a dispatch that was launched ahead of them had enough room."};
 
@@ -187,9 +189,9 @@ void bind_phase(py::module_& m) {
     py::enum_<Phase>(m, "Phase", "The part of a call that a launch carries out.")
         .value("notify", Phase::Notify)
         .value("dispatch", Phase::Dispatch)
-        .value("fused_dispatch", Phase::FusedDispatch)
-        .value("dispatch_ahead", Phase::DispatchAhead)
-        .value("dispatch_again", Phase::DispatchAgain)
+        .value("dispatch_without_wait", Phase::DispatchWithoutWait)
+        .value("speculative_dispatch", Phase::SpeculativeDispatch)
+        .value("dispatch_retry", Phase::DispatchRetry)
         .value("combine", Phase::Combine)
         .value("send", Phase::Send)
         .value("receive", Phase::Receive)
@@ -199,7 +201,7 @@ void bind_phase(py::module_& m) {
 void bind_rank_launcher(py::module_& m) {
     const auto release = py::call_guard<py::gil_scoped_release>();
     py::class_<RankLauncher, Launcher>(
-        m, "Group", "The normal mode of a buffer's ranks that live in this process.")
+        m, "RankLauncher", "The normal mode of a buffer's ranks that live in this process.")
         .def_readwrite("watch", &RankLauncher::watch,
                        "Called during a wait for a GPU's counts, which its exception ends.")
         .def(
@@ -272,27 +274,29 @@ void bind_launcher(py::module_& m) {
     py::class_<Launcher> launcher(m, "Launcher", "Launches calls on the ranks of this process.");
     launcher
         .def(
-            "dispatch",
+            "prepare_dispatch",
             [](const Launcher& l, const RowFormat& format, const std::vector<py::dict>& members,
-               const std::vector<std::string>& given) {
-                return make_call(l.dispatch_args(format), members, given);
+               const std::vector<std::string>& per_launch) {
+                return make_call(l.dispatch_args(format), members, per_launch);
             },
-            py::arg("format"), py::arg("members"), py::arg("given") = std::vector<std::string>(),
+            py::arg("format"), py::arg("members"),
+            py::arg("per_launch") = std::vector<std::string>(),
             "members: of each rank, by their names in the kernel's arguments; the rest is 0.")
         .def(
-            "combine",
+            "prepare_combine",
             [](const Launcher& l, const RowFormat& format, const std::vector<py::dict>& members,
-               const std::vector<std::string>& given) {
-                return make_call(l.combine_args(format), members, given);
+               const std::vector<std::string>& per_launch) {
+                return make_call(l.combine_args(format), members, per_launch);
             },
-            py::arg("format"), py::arg("members"), py::arg("given") = std::vector<std::string>())
+            py::arg("format"), py::arg("members"),
+            py::arg("per_launch") = std::vector<std::string>())
         .def("reset", &Launcher::reset, py::call_guard<py::gil_scoped_release>());
     auto* type = reinterpret_cast<PyTypeObject*>(launcher.ptr());
     launcher.attr("launch") =
         py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &launch_method));
     bind_rank_launcher(m);
     py::class_<LowLatencyLauncher, Launcher>(
-        m, "LowLatencyGroup", "The low-latency mode of a buffer's ranks in this process.")
+        m, "LowLatencyLauncher", "The low-latency mode of a buffer's ranks in this process.")
         .def_property_readonly("warps", &LowLatencyLauncher::warps);
 }
 

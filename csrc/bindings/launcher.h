@@ -20,11 +20,12 @@ namespace ep {
 
 // The part of a call that a launch does. The last three belong to the low-latency mode.
 enum class Phase : int {
-    Notify,         // exchanges counts and waits for them
-    Dispatch,       // when the host knows the counts
-    FusedDispatch,  // notify and dispatch; the host does not wait for counts
-    DispatchAhead,  // notify and dispatch into tensors of a guessed size; the host waits for counts
-    DispatchAgain,  // the dispatch of a DispatchAhead whose guess was wrong
+    Notify,               // exchanges counts and waits for them
+    Dispatch,             // when the host knows the counts
+    DispatchWithoutWait,  // notify and dispatch; the host does not wait for counts
+    SpeculativeDispatch,  // notify and dispatch into tensors of a guessed size; the host waits for
+                          // counts
+    DispatchRetry,        // the dispatch of a SpeculativeDispatch whose guess was wrong
     Combine,
     Send,
     Receive,
@@ -39,7 +40,7 @@ inline LowLatencyLaunches halves(Phase phase) {
 
 // The kernels' arguments of a call, one for each rank of this process.
 using AllArgs =
-    std::variant<std::vector<FusedDispatchArgs>, std::vector<CombineArgs>,
+    std::variant<std::vector<DispatchCallArgs>, std::vector<CombineArgs>,
                  std::vector<LowLatencyDispatchArgs>, std::vector<LowLatencyCombineArgs>>;
 
 template <class Args>
@@ -50,7 +51,7 @@ DType dtype_of(const std::vector<Args>& args) {
 // The result of a launch for which the host waited for counts.
 struct Counted {
     std::vector<Layout::Totals> totals;  // one for each rank; empty if the host did not wait
-    bool fits = false;                   // whether the guess of a DispatchAhead was right
+    bool fits = false;                   // whether the guess of a SpeculativeDispatch was right
 };
 
 // Refuses a launch of a buffer during another one, because both would use the same rings.
@@ -114,7 +115,7 @@ using LowLatencyLauncher =
 
 // Launches the normal mode, and reports failures of all of a buffer's launches. Functions that only
 // a GPU needs do nothing on the host.
-class RankLauncher : public ModeLauncher<Heap, FusedDispatchArgs, CombineArgs> {
+class RankLauncher : public ModeLauncher<Heap, DispatchCallArgs, CombineArgs> {
   public:
     // Returns the abort word of the first rank to give up that this process knows of; 0: none.
     virtual uint64_t aborted() const = 0;

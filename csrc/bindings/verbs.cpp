@@ -32,11 +32,11 @@ void bind_verbs(py::module_& m) {
         "card_ports",
         [load_mlx5](const std::string& library, const std::optional<std::string>& mlx5) {
             const auto loaded = Library::load(library);
-            if (!loaded->forks_badly.empty() &&
+            if (!loaded->fork_error.empty() &&
                 PyErr_WarnEx(PyExc_RuntimeWarning,
                              ("a process that forks may lose what network cards write: "
                               "ibv_fork_init: " +
-                              loaded->forks_badly)
+                              loaded->fork_error)
                                  .c_str(),
                              1))
                 throw py::error_already_set();

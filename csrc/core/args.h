@@ -127,7 +127,7 @@ struct DispatchArgs : TransferArgs {
 };
 
 // Fused notify and dispatch: dispatch exchanges the counts itself and needs these in addition.
-struct FusedDispatchArgs : DispatchArgs {
+struct DispatchCallArgs : DispatchArgs {
     const void* topk_idx;
     int index_bytes;
     int expert_alignment;

@@ -8,7 +8,7 @@
 
 namespace ep {
 
-// What a role was waiting for when its wait ended badly. bindings/incidents.cpp names them for
+// What a role was waiting for when its wait failed. bindings/incidents.cpp names them for
 // users.
 enum class Wait : int {
     None,

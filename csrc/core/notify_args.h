@@ -7,9 +7,9 @@
 namespace ep {
 
 // Notify arguments of fused dispatches, one per rank. The GPU counts the epoch itself.
-inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
+inline std::vector<NotifyArgs> notify_args(const std::vector<DispatchCallArgs>& args) {
     std::vector<NotifyArgs> all;
-    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
+    for (const DispatchCallArgs& a : args) all.push_back(a.notify(0));
     return all;
 }
 

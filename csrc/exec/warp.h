@@ -35,7 +35,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   broadcast(value, lane)           the value of one lane, in all lanes
 //   exclusive_scan(count, values)    prefix sums in place; returns the total
 //
-// Waits are bounded. false, or 0: the wait ended badly and the role must return
+// Waits are bounded. false, or 0: the wait failed and the role must return
 //   met(count, need)                 whether need(lane), a WaitCondition, is met in all lanes;
 //                                    does not wait
 //   wait_all(wait, count, need)      waits until it is met in all lanes
@@ -89,8 +89,8 @@ enum class CacheHint { Keep, EvictFirst };
 //
 // Words and lines, which have inline flags: see LinesWarpLike.
 
-// How a wait with a time limit has ended. Badly: the role must return.
-enum class Waited { Met, Over, Badly };
+// How a wait with a time limit has ended. Failed: the role must return.
+enum class Waited { Met, Over, Failed };
 
 // A value of each lane of a warp.
 template <class W, class T>

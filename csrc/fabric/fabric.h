@@ -56,7 +56,7 @@ concept FabricLike =
 // made.
 //
 //   kMaxLocalRanks                   most ranks of a process
-//   kMergesNotify                    whether a dispatch within a node includes the notify
+//   kFusesNotify                    whether a dispatch within a node includes the notify
 //   kOverHost                        whether what goes to other nodes lies in host memory
 //
 // Recovery calls these after a failure, when nothing runs any more on this rank:
@@ -71,7 +71,7 @@ template <class P>
 concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_ns) {
     typename P::Fabric;
     { P::kMaxLocalRanks } -> std::convertible_to<int>;
-    { P::kMergesNotify } -> std::convertible_to<bool>;
+    { P::kFusesNotify } -> std::convertible_to<bool>;
     { P::kOverHost } -> std::convertible_to<bool>;
     { params.drain(timeout_ns) } -> std::same_as<void>;
     { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;

@@ -27,7 +27,7 @@ namespace ep {
 
 // Takes the next slot of the NVLink ring to each lane's peer and waits until all of these rings
 // have room. Publishes the tails after each batch, and before it waits because a consumer may be
-// waiting for these rows. Returns false if the wait ends badly.
+// waiting for these rows. Returns false if the wait fails.
 template <WarpLike W, class F>
 EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
                       const PerLane<W, int>& peer, int& batch, PerLane<W, void*>& slot) {
@@ -221,17 +221,17 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int pa
 }
 
 // Tag: the sender starts when the counts are known. Another type lets it start earlier:
-//   there(warp)  whether the counts are known now
+//   known(warp)  whether the counts are known now
 //   wait(warp)   waits for the counts; false if they will not come
-struct CountsThere {};
+struct CountsKnown {};
 
 // Writes own tokens for ranks of this node into their NVLink rings, and own tokens for this rank
 // into their output rows unless the intra-rank pass does that. A ring slot needs no counts, an
 // output row does: own rows that precede the counts are written at the end.
-template <WarpLike W, FabricLike<W> F, class Counts = CountsThere>
+template <WarpLike W, FabricLike<W> F, class Counts = CountsKnown>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                       Counts&& counts = {}) {
-    constexpr bool kLater = !std::same_as<std::remove_cvref_t<Counts>, CountsThere>;
+    constexpr bool kCountsComeLater = !std::same_as<std::remove_cvref_t<Counts>, CountsKnown>;
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
@@ -244,8 +244,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     OutputRows<W> dst;
     const int first = args.layout.first_token(args.rank, channel),
               end = args.layout.first_token(args.rank, channel + 1);
-    int placed_from = kLater ? end : first, own_before = 0;
-    int64_t received = kLater ? 0 : args.layout.received_start(channel, args.rank);
+    int placed_from = kCountsComeLater ? end : first, own_before = 0;
+    int64_t received = kCountsComeLater ? 0 : args.layout.received_start(channel, args.rank);
     int batch = 0;
     bool go_on = true;
     const auto is_served = [&](int rank) {
@@ -257,9 +257,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
         const uint32_t own =
             warp.ballot(format.topk, [&](int lane) { return peer[lane] == args.local(); });
         const uint32_t others = firsts & ~own;
-        if constexpr (kLater) {
+        if constexpr (kCountsComeLater) {
             if (own && placed_from == end) {
-                if (counts.there(warp)) {
+                if (counts.known(warp)) {
                     placed_from = token;
                     received = args.layout.received_start(channel, args.rank) + own_before;
                 } else {
@@ -294,7 +294,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
         return true;
     });
     publish_tails(warp, rings, node);
-    if constexpr (kLater) {
+    if constexpr (kCountsComeLater) {
         if (go_on && counts.wait(warp))
             write_own_tokens(warp, args, first, placed_from,
                              args.layout.received_start(channel, args.rank));

@@ -25,7 +25,7 @@ struct Team {
 };
 
 // How a warp's share of a launch ended.
-enum class Ended { Badly, Well, Last };  // Last: well, after all others
+enum class Ended { Failed, Well, Last };  // Last: well, after all others
 
 // A fabric for calls that never mask: their kernels contain no code for masking.
 template <class F>
@@ -447,7 +447,7 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
 // Calls f(rank, token, share) for every warps-th share of the rows whose bits are set, from the
 // warp's index on, until it returns false: warps get equal shares, whatever the choices.
 // read_bits(lanes, rank, token, bits) reads for each lane the bits of 32 tokens of a rank from
-// `token` on; false: it ended badly. Shares: how rows are cut. Begins with first_rank.
+// `token` on; false: it failed. Shares: how rows are cut. Begins with first_rank.
 template <class Shares, WarpLike W, class ReadBits, class F>
 EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
                           ReadBits&& read_bits, F&& f) {

@@ -259,7 +259,7 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine_send(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    if (!may_send(warp, call, team)) return Ended::Badly;
+    if (!may_send(warp, call, team)) return Ended::Failed;
     send_combine<T, kLines>(warp, call, team, false);
     signal_rows(warp, call, team);
     return end_sending(warp, call, team);
@@ -268,7 +268,7 @@ EP_FN Ended low_latency_combine_send(W& warp, const LowLatencyCombine<F>& call, 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine_receive(W& warp, const LowLatencyCombine<F>& call,
                                         const Team& team) {
-    if (!receive_combine<T, kLines>(warp, call, team, false)) return Ended::Badly;
+    if (!receive_combine<T, kLines>(warp, call, team, false)) return Ended::Failed;
     return end_receiving(warp, call, team);
 }
 

@@ -37,8 +37,8 @@ EP_FN void end_dispatch(W& warp, const LowLatencyDispatchArgs& args) {
 template <RowKind kRows, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call,
                                       const Team& team) {
-    if (!may_send(warp, call, team)) return Ended::Badly;
-    if (!send_dispatch<kRows, kLines>(warp, call, team)) return Ended::Badly;
+    if (!may_send(warp, call, team)) return Ended::Failed;
+    if (!send_dispatch<kRows, kLines>(warp, call, team)) return Ended::Failed;
     signal_rows(warp, call, team);
     return end_sending(warp, call, team);
 }
@@ -46,7 +46,7 @@ EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call
 template <RowKind kRows, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& call,
                                          const Team& team) {
-    if (!receive_dispatch<kRows, kLines>(warp, call, team)) return Ended::Badly;
+    if (!receive_dispatch<kRows, kLines>(warp, call, team)) return Ended::Failed;
     const Ended ended = end_receiving(warp, call, team);
     if (ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;

@@ -192,7 +192,7 @@ EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1)
 
 // Computes where each expert's rows begin; every warp does, and one also stores it for the handle.
 // read_rows(first, lanes, rows, most): for each lane the number of rows of an expert, and
-// larger_count of the ranks' counts; false: it ended badly.
+// larger_count of the ranks' counts; false: it failed.
 template <WarpLike W, class ReadRows>
 EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& team,
                        ReadRows&& read_rows) {

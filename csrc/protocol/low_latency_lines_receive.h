@@ -47,7 +47,7 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
 }
 
 // Reads a token's choices, one per lane: the local expert, or -1 if it is on another rank, and with
-// with_weights the weight. Returns false if a wait ended badly.
+// with_weights the weight. Returns false if a wait failed.
 template <WarpLike W, class F>
 EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                         int source, int token, bool with_weights, PerLane<W, int>& expert,
@@ -75,7 +75,7 @@ EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPla
         });
 }
 
-// Computes the output row of each of a token's choices. Returns false if a wait ended badly.
+// Computes the output row of each of a token's choices. Returns false if a wait failed.
 template <WarpLike W, class F>
 EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
                             int source, int token, const PerLane<W, int>& expert,
@@ -106,7 +106,7 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
 }
 
 // Computes the flat row of a token: how many tokens arrive before it. The last of its choices here
-// names the row. Returns false if a wait ended badly.
+// names the row. Returns false if a wait failed.
 template <WarpLike W, class F>
 EP_FN bool place_of_token(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
                           const PerLane<W, int>& expert, PerLane<W, int>& dst_row) {

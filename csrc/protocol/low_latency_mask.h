@@ -152,7 +152,7 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
 }
 
 // Waits until it is decided whether each of 32 ranks from `first` on takes part: see
-// decide_membership. Returns false if the wait ended badly.
+// decide_membership. Returns false if the wait failed.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                         LowLatencyHalf half, Wait wait, int first, ConditionOf&& need) {
@@ -216,7 +216,7 @@ EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                                                                           : need(rank);
             },
             mask.slice_ns);
-        if (end == Waited::Badly) return false;
+        if (end == Waited::Failed) return false;
         has_waited = true;
         over = end == Waited::Over;
         if (over && team.warp == 0) send_heartbeat(warp, call, half);
@@ -242,7 +242,7 @@ EP_FN bool required_take_part(W& warp, const LowLatencyCall<F, Args>& call, cons
 // Waits until it is decided whether each rank takes part. It does if need(rank) is met. It is left
 // out if nothing has come from it for mask.silent_slices slices, heartbeats of waiting ranks
 // included, or after mask.max_slices in any case. This rank itself is waited for until then and
-// never left out: its other warps may only be late. Returns false if the wait ended badly, this
+// never left out: its other warps may only be late. Returns false if the wait failed, this
 // rank has been masked, or a required rank does not take part.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
@@ -318,7 +318,7 @@ EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
 // rows most warps have none to send and are ready when the first ones come; with many all warps
 // send. What the warps on the GPU send arrives, whatever they wait for afterwards.
 //
-// send() and receive(): a warp's share; false: it ended badly. role: that of the receivers.
+// send() and receive(): a warp's share; false: it failed. role: that of the receivers.
 //
 // The halves end together, but with masking other ranks wait for all that this one sends. A rank
 // that the sending half left out is left out of the receiving half, too.
@@ -326,13 +326,13 @@ template <WarpLike W, class F, class Args, class Send, class Receive>
 EP_FN Ended send_and_receive(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                              Role role, Send&& send, Receive&& receive) {
     const LowLatencyHeap& heap = call.heap();
-    if (!may_send(warp, call, team)) return Ended::Badly;
-    if (!send()) return Ended::Badly;
+    if (!may_send(warp, call, team)) return Ended::Failed;
+    if (!send()) return Ended::Failed;
     signal_rows(warp, call, team);
     if (call.masking() && is_last(warp, call.word(heap.send_joins(Args::kKind)), team))
         publish_all_sent(warp, call);
     warp.begin_half(role);
-    if (!receive()) return Ended::Badly;
+    if (!receive()) return Ended::Failed;
     const Ended ended = end_receiving(warp, call, team);
     if (ended == Ended::Last) count_sent(warp, call);
     return ended;

@@ -40,7 +40,7 @@ EP_FN WordOf chosen_word(const LowLatencyDispatch<F>& call, int rank, size_t num
 }
 
 // Waits for word(lane, i) of each lane, i < most, and calls take(lane, i, value); a word that does
-// not exist has value 0. Several loads are in flight at once. Returns false if a wait ended badly.
+// not exist has value 0. Several loads are in flight at once. Returns false if a wait failed.
 template <WarpLike W, class F, class Args, class Word, class Take>
 EP_FN bool read_words(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int lanes, int most,
                       Word&& word, Take&& take) {

@@ -307,7 +307,7 @@ EP_HD int num_exchange_roles(const Heap& heap) {
     return topology.nodes - 1 + (topology.ranks_per_node - 1) * heap.relays() + 1;
 }
 
-// Returns false if a wait ended badly and the warp must return.
+// Returns false if a wait failed and the warp must return.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int role) {
     const Topology& topology = args.heap.topology;

@@ -137,7 +137,7 @@ struct Rings {
 
 // Prepares NVLink rings for rows of this call: those that carry rows of source ranks rank_of(i), i
 // < count. If the slot size differs from the last call's, the ring must be empty first, or a new
-// row would overwrite an unread old one. Returns false if that wait ends badly.
+// row would overwrite an unread old one. Returns false if that wait fails.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& rank_of) {
     const uint64_t slot_bytes = rings.slot_bytes;

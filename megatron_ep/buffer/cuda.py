@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import Backend, Given
+from megatron_ep.buffer.interface import Backend, Values
 from megatron_ep.buffer.launch_events import LaunchEvents
 from megatron_ep.errors import EPStuckError
 from megatron_ep.fabrics import gpu
@@ -61,16 +61,16 @@ class CudaBackend(Backend):
     # together take the same time with and without it.
     min_local_bytes = 32 << 20
     host_knows_counts = False
-    launches_ahead = True
+    speculates = True
 
     def __init__(self, connection: Connection, heap: Any, device: torch.device, sms: int, rank: int = 0):
         _forget_graphs_that_are_gone()
         network, timeout = connection.network, connection.library_timeout
-        super().__init__(connection.group, None if network is None else network.nic)
+        super().__init__(connection.launcher, None if network is None else network.nic)
         self.connection = connection
         self._launches = LaunchEvents(timeout, self._under_way)
         if timeout is not None:
-            self.group.watch = self._launches.check
+            self.launcher.watch = self._launches.check
         self._rank = rank
         self.min_stores = MIN_STORES_PER_SM * sms
         self.memories = connection.memories
@@ -111,7 +111,7 @@ class CudaBackend(Backend):
 
     def may_wait_on_side_stream(self) -> bool:
         # Other processes may use all SMs, and a graph's branches may run in any order unless an event orders them.
-        return not self.shares_gpu and (not self.is_capturing() or self.group.orders_graphs())
+        return not self.shares_gpu and (not self.is_capturing() or self.launcher.orders_graphs())
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -127,7 +127,7 @@ class CudaBackend(Backend):
         for stream in (self._last, current):
             if stream is not None:
                 self._wait_until(functools.partial(self._is_reached_or_failed, stream.record_event()))
-        self.group.listen()
+        self.launcher.listen()
 
     def _is_reached_or_failed(self, event: torch.cuda.Event) -> bool:
         """Returns whether the event is reached, or may never be: work after a failed launch, such as a reduction of
@@ -137,12 +137,12 @@ class CudaBackend(Backend):
         now = time.monotonic()
         if now - self._listened > LISTEN_S:
             self._listened = now
-            self.group.listen()
+            self.launcher.listen()
         return False
 
     def drain(self) -> None:
         self.synchronize()
-        self.group.drain()
+        self.launcher.drain()
 
     def reset(self) -> None:
         gpu.run_deferred()
@@ -160,9 +160,9 @@ class CudaBackend(Backend):
         if self.is_capturing():
             return "a CUDA graph is being captured"
         deadline = time.monotonic() + GRAPHS_S  # CUDA still counts a deleted graph for a short time
-        while self.group.graphs() and time.monotonic() < deadline:
+        while self.launcher.graphs() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        graphs = self.group.graphs()
+        graphs = self.launcher.graphs()
         return f"{graphs} CUDA graphs may replay its launches, must be deleted before" if graphs else ""
 
     def close(self) -> None:
@@ -172,12 +172,12 @@ class CudaBackend(Backend):
             self.defer(self.close)
             return
         _forget_graphs_that_are_gone()
-        self.group.watch = None  # breaks a reference cycle through the extension, which the collector does not see
-        if self._is_counting and not gpu.is_stuck(self.group):
+        self.launcher.watch = None  # breaks a reference cycle through the extension, which the collector does not see
+        if self._is_counting and not gpu.is_stuck(self.launcher):
             torch.cuda.synchronize(self._device)
             self._is_counting = False
-        if not gpu.is_stuck(self.group) and self.group.graphs():
-            self.group.retire()
+        if not gpu.is_stuck(self.launcher) and self.launcher.graphs():
+            self.launcher.retire()
             _replayable.append(self)
 
     @property
@@ -218,17 +218,19 @@ class CudaBackend(Backend):
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+    def launch(
+        self, launcher: _C.Launcher, call: _C.Call, phase: int, stream: int, values: Values, part: Any = None
+    ) -> Any:
         """Launches a phase of a call on the current stream. part: the part of the buffer that it uses, if any."""
         if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
-            if not self.group.graphs():
+            if not self.launcher.graphs():
                 self._captured_parts.clear()
             if part is not None and part not in self._captured_parts:
                 self._captured_parts.append(part)
-            self.group.note_capture(stream)
+            self.launcher.note_capture(stream)
             # A graph orders its own launches, and torch synchronizes before it captures.
-            return group.launch(call, phase, stream, given)
+            return launcher.launch(call, phase, stream, values)
         if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
@@ -241,10 +243,10 @@ class CudaBackend(Backend):
             if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
                 self._wait_for_earlier_launches()
             if not self._launches.are_recorded:
-                return group.launch(call, phase, stream, given)
+                return launcher.launch(call, phase, stream, values)
             assert self._last is not None
             with self._watched(), self._launches.record(self._last):
-                return group.launch(call, phase, stream, given)
+                return launcher.launch(call, phase, stream, values)
         finally:
             self._busy.release()
 
@@ -261,11 +263,11 @@ class CudaBackend(Backend):
         try:
             yield
         except EPStuckError as error:
-            gpu.keep_for_ever(self.group)
+            gpu.keep_for_ever(self.launcher)
             with contextlib.suppress(RuntimeError):
                 self.abort(interrupted=False, failed=True, reason=str(error))
             raise
 
 
 def _forget_graphs_that_are_gone() -> None:
-    _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]
+    _replayable[:] = [backend for backend in _replayable if backend.launcher.graphs()]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.interface import Backend, Given
+from megatron_ep.buffer.interface import Backend, Values
 
 # A refused call is published as one word: the number of the rank's refusals by then, from 1, times this, plus the
 # launches that it had entered.
@@ -69,16 +69,18 @@ class HostBackend(Backend):
         self._refusal: tuple[int, str] | None = None  # as in RankStatus.refused, and its reason
         self._settling = threading.RLock()
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+    def launch(
+        self, launcher: _C.Launcher, call: _C.Call, phase: int, stream: int, values: Values, part: Any = None
+    ) -> Any:
         if self._refusal is not None:
             self.settle_refusal(wait=self._timeout)
-        return group.launch(call, phase, 0, given)
+        return launcher.launch(call, phase, 0, values)
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return new_output(shape, dtype)
 
     def finished(self) -> bool:
-        return self.group.finished()
+        return self.launcher.finished()
 
     def _is_in_call(self) -> bool:
         """Returns whether another thread is in a call, which runs to its end unless it has failed."""
@@ -94,7 +96,7 @@ class HostBackend(Backend):
             [own] = (status for status in self.rank_statuses() if status.rank in self._ranks)
             number = 1 + max(own.refused) // MAX_LAUNCHES
             self._refusal = number * MAX_LAUNCHES + own.launches, reason
-            self.group.note_refusal(number, self._refusal[0])
+            self.launcher.note_refusal(number, self._refusal[0])
         self.settle_refusal()
         return True
 
@@ -135,4 +137,4 @@ class HostBackend(Backend):
 
     @property
     def seconds(self) -> float:
-        return self.group.seconds
+        return self.launcher.seconds

@@ -17,7 +17,7 @@ from megatron_ep.diagnosis.blame import RankStatus
 # Numbers and addresses of one rank's part of a call, by member of the kernels' arguments in csrc/core/args.h and
 # csrc/core/low_latency_args.h. Omitted members have the defaults there.
 Members = dict[str, int]
-Given = tuple[Any, ...]  # members that a call leaves open, rank by rank: numbers, tensors for their addresses, or None
+Values = tuple[Any, ...]  # members that a call leaves open, rank by rank: numbers, tensors for their addresses, or None
 
 
 class RowCounts(NamedTuple):
@@ -63,10 +63,10 @@ class Backend:
     host_knows_counts: bool = True
     masks = False  # whether calls may continue without dead ranks
     shares_gpu = False  # whether other processes of the buffer use the same GPU
-    launches_ahead = False  # whether a dispatch may be launched before its counts are known
+    speculates = False  # whether a dispatch may be launched before its counts are known
 
-    def __init__(self, group: _C.Group, nic: _C.SoftwareNic | None = None):
-        self.group = group
+    def __init__(self, launcher: _C.RankLauncher, nic: _C.SoftwareNic | None = None):
+        self.launcher = launcher
         self._nic = nic
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
@@ -77,9 +77,11 @@ class Backend:
     def aborted(self) -> Callable[[], tuple[str, int] | None]:
         """The extension's own method, because each call asks twice: returns outcome and rank of the first failure since
         the last reset, if this process knows of one."""
-        return self.group.aborted
+        return self.launcher.aborted
 
-    def launch(self, group: _C.Launcher, call: _C.Call, phase: int, stream: int, given: Given, part: Any = None) -> Any:
+    def launch(
+        self, launcher: _C.Launcher, call: _C.Call, phase: int, stream: int, values: Values, part: Any = None
+    ) -> Any:
         """Calls `launch` of a group, this backend's or a part's (csrc/bindings/launcher.cpp). stream: the current one.
 
         The counts of a rank that gave up before it knew all of them are 0, see `aborted`.
@@ -130,7 +132,7 @@ class Backend:
 
     def rank_statuses(self) -> list[RankStatus]:
         """Returns the status of all reachable ranks, including those of this process. Waits for none."""
-        return [RankStatus(**status) for status in self.group.rank_statuses()]
+        return [RankStatus(**status) for status in self.launcher.rank_statuses()]
 
     def ranks_that_left(self) -> list[int]:
         """Returns the ranks of other machines that have announced that they send nothing more."""
@@ -138,10 +140,10 @@ class Backend:
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
         """Ends all waits of all reachable ranks, and publishes the reason, unless they have been ended before."""
-        aborted = self.group.aborted()
+        aborted = self.launcher.aborted()
         if aborted is not None and aborted[0] == "cut_off":
             return  # the other ranks have masked this one and do not need to know
-        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
+        self.launcher.abort(interrupted=interrupted, failed=failed, reason=reason)
         self.tell_others()
 
     def refuse(self, reason: str) -> bool:
@@ -190,7 +192,7 @@ class Backend:
         return list(self._parts.values())
 
     def reset(self) -> None:
-        self.group.reset()
+        self.launcher.reset()
         for part in self.parts:  # the order is equal on all ranks, because a reset may be collective
             part.reset()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
 from megatron_ep.buffer.host import HostBackend
-from megatron_ep.buffer.interface import Backend, Given
+from megatron_ep.buffer.interface import Backend, Values
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import LowLatencyConnection
@@ -24,7 +24,7 @@ class LowLatencyRanks:
     def __init__(self, heap: _C.LowLatencyHeap, connection: LowLatencyConnection, masks: Masks | None):
         self.heap = heap
         self._offsets: dict[int, dict[str, int]] = {}
-        self.group: _C.LowLatencyGroup = connection.group
+        self.launcher: _C.LowLatencyLauncher = connection.launcher
         self._masks = masks  # launches, including those in graphs, need the memory of the masks
         self.memories = connection.memories
         self.network_memory = connection.network_memory
@@ -32,23 +32,23 @@ class LowLatencyRanks:
     def offsets(self, topk: int) -> dict[str, int]:
         """Returns the offsets of the parts of a handle's layout."""
         if topk not in self._offsets:
-            self._offsets[topk] = self.heap.layout(topk=topk, warps=self.group.warps)
+            self._offsets[topk] = self.heap.layout(topk=topk, warps=self.launcher.warps)
         return self._offsets[topk]
 
-    def launch(self, backend: Backend, call: _C.Call, stream: int, given: Given) -> Any:
+    def launch(self, backend: Backend, call: _C.Call, stream: int, values: Values) -> Any:
         """Launches both halves of a call. Returns what `_C.Launcher.launch` does."""
         # Blocks of processes that share a GPU may not run in parallel, so that no launch may wait for another.
         last = SEND_AND_RECEIVE
         if backend.shares_gpu:
-            backend.launch(self.group, call, SEND, stream, given, self)
+            backend.launch(self.launcher, call, SEND, stream, values, self)
             last = RECEIVE
-        return backend.launch(self.group, call, last, stream, given, self)
+        return backend.launch(self.launcher, call, last, stream, values, self)
 
     def reset(self) -> None:
-        self.group.reset()
+        self.launcher.reset()
 
     def release(self) -> None:
-        del self.group
+        del self.launcher
         self.memories.clear()
         self.network_memory = None
 
@@ -119,7 +119,7 @@ def connect(
         heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in group.ranks] if local else None
         segments = anonymous or group.shared_segments(heap.bytes)
-        made = _C.host_low_latency(group=backend.group, heap=heap, segments=segments, warps=warps)
+        made = _C.host_low_latency(group=backend.launcher, heap=heap, segments=segments, warps=warps)
         group.open_on_network(tolerates_loss=masks is not None)
         return LowLatencyRanks(heap, LowLatencyConnection(made, list(segments)), masks), masks
     is_mapped = backend.connection.maps_all_ranks

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.call_cache import CallCache
 from megatron_ep.buffer.call_log import CallLog
 from megatron_ep.buffer.interface import Backend, RowCounts
-from megatron_ep.buffer.known_calls import KnownCalls
 from megatron_ep.buffer.low_latency import OneHop
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
@@ -126,9 +126,9 @@ class RankGroup(OfOneProcess):
         self._process = os.getpid()
 
     @functools.cached_property
-    def known_calls(self) -> KnownCalls:
+    def call_cache(self) -> CallCache:
         """Cache of checked arguments of dispatches and combines with this buffer."""
-        return KnownCalls()
+        return CallCache()
 
     @property
     def is_open(self) -> bool:
@@ -160,7 +160,7 @@ class RankGroup(OfOneProcess):
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """See `AnyBuffer`."""
-        last, total = zip(*self.live_backend().group.waited(), strict=True)
+        last, total = zip(*self.live_backend().launcher.waited(), strict=True)
         return {"wait_ns": torch.tensor(total, device="cpu"), "last_wait_ns": torch.tensor(last, device="cpu")}
 
     def close(self) -> None:
@@ -369,7 +369,7 @@ class RankGroup(OfOneProcess):
 
     def describe(self, outcome: str, rank: int) -> Failure:
         """Returns the failure as this rank sees it."""
-        incidents = self.live_backend().group.incidents()
+        incidents = self.live_backend().launcher.incidents()
         first = next((i for i in incidents if i["outcome"] != "aborted"), next(iter(incidents), None))
         return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
 
@@ -458,7 +458,7 @@ class RankGroup(OfOneProcess):
         self.live_backend().tell_others()  # the error may end this process
         self._is_seen = True
         cause = self._cause(outcome, rank)
-        incidents = by_cause(self.live_backend().group.incidents(), first_rank=rank)
+        incidents = by_cause(self.live_backend().launcher.incidents(), first_rank=rank)
         lines = summarize(incidents)
         heard = self._monitor.heard if self._monitor is not None else None
         if heard is not None and heard.incident and heard.incident not in lines:

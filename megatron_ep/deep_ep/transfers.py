@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
-from megatron_ep.buffer.known_calls import signature
+from megatron_ep.buffer.call_cache import signature
 from megatron_ep.buffer.rank_group import RankGroup, check_summable
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.normal import api, launches
@@ -183,12 +183,12 @@ def dispatch_rows(
         group.check_usable()
         values, scales = _parts(x)
         key = signature(("deep_ep dispatch",), values, ids, weights, scales)
-        if not group.known_calls.get(key):
+        if not group.call_cache.get(key):
             api.as_list("topk_idx", ids, group)
             api.check_ids([ids])
             _check_rows(group, values, scales, len(ids))
             _check_weights(group, weights, tuple(ids.shape))
-            group.known_calls.add(key, True)
+            group.call_cache.add(key, True)
         if 0 < max_tokens < len(ids):
             raise ValueError(
                 f"num_max_tokens_per_rank is {max_tokens}, must be at least the {len(ids)} tokens of topk_idx"
@@ -219,10 +219,10 @@ def dispatch_again(
         group.check_usable()
         values, scales = _parts(x)
         key = signature(("deep_ep dispatch again", routes.handle.cache_key), values, None, weights, scales)
-        if not group.known_calls.get(key):
+        if not group.call_cache.get(key):
             _check_rows(group, values, scales, routes.num_tokens)
             _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
-            group.known_calls.add(key, True)
+            group.call_cache.add(key, True)
         return _launch(routes.handle, values, scales, weights, all_weights)
 
 
@@ -246,9 +246,9 @@ def combine(
     with group.abort_peers_on_error():
         group.check_usable()
         key = signature(("deep_ep combine", routes.handle.cache_key), x, None, weights, *biases)
-        if not group.known_calls.get(key):
+        if not group.call_cache.get(key):
             _check_combine(routes, x, weights, biases)
-            group.known_calls.add(key, True)
+            group.call_cache.add(key, True)
         dtype = x.dtype
         if rounds_once and dtype.itemsize < torch.float32.itemsize:
             x, biases = x.float(), [bias.float() for bias in biases]

@@ -35,7 +35,7 @@ class RankStatus:
     reason: argument of `Buffer.abort` on that rank, or the text of the error that stopped it; "" for none.
     sends: what its last calls sent, with the keys counter (as of `entered`), call (modulo 2^16), kind, payload_type,
         payload_bytes, topk, weight_bytes, scale_bytes.
-    refused: its last refused calls, each as `_C.Group.note_refusal` was given it; 0: none.
+    refused: its last refused calls, each as `_C.RankLauncher.note_refusal` was given it; 0: none.
     """
 
     rank: int

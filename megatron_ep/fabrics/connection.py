@@ -63,12 +63,12 @@ class GpuRank:
 class LowLatencyConnection:
     """What launches of the low-latency mode use, and what must live as long as they run.
 
-    group: compiled group.
+    launcher: compiled launcher of the ranks of this process.
     memories: mapped memory of each rank; None for a rank that is not mapped.
     network_memory: symmetric memory of this rank, if a library allocates it.
     """
 
-    group: Any
+    launcher: Any
     memories: list[Any] = field(default_factory=list)
     network_memory: Any = None
 

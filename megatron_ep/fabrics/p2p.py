@@ -67,5 +67,5 @@ def _own_memories(count: int, size: int, device: torch.device) -> list[_C.Device
 def _low_latency(
     memories: list[Any], heap: _C.LowLatencyHeap, blocks: int, connection: Connection
 ) -> LowLatencyConnection:
-    group = _C.cuda_low_latency(group=connection.group, heap=heap, memories=memories, blocks=blocks)
+    group = _C.cuda_low_latency(group=connection.launcher, heap=heap, memories=memories, blocks=blocks)
     return LowLatencyConnection(group, memories)

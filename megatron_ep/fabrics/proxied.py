@@ -69,7 +69,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
         )
         own_node = [memories[peer] for peer in node]
         group = _C.queue_low_latency(
-            group=connection.group, heap=heap, network=queues, memories=own_node, blocks=rank.blocks
+            group=connection.launcher, heap=heap, network=queues, memories=own_node, blocks=rank.blocks
         )
         return LowLatencyConnection(group, memories)
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.buffer import low_latency as launches
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.buffer.known_calls import KnownCalls, signature
+from megatron_ep.buffer.call_cache import CallCache, signature
 from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
@@ -98,7 +98,7 @@ class LowLatency(MaskedRanks):
             patience = min(group.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
         self._calls = LowLatencyCalls(group, *launches.connect(group, max_tokens, largest, patience))
         self._checks = Checks(group, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
-        self._plans = KnownCalls()
+        self._plans = CallCache()
 
     @property
     def memory_bytes(self) -> int:

@@ -22,11 +22,11 @@ from megatron_ep.low_latency.rows import Float8, aligned_column
 from megatron_ep.normal.one_hop import fill_with_zeros, row_format
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
-DISPATCH_GIVEN = (
+DISPATCH_PER_LAUNCH = (
     *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("recv_rows", "recv_wait_ns", "required"),
 )
-COMBINE_GIVEN = (
+COMBINE_PER_LAUNCH = (
     *("layout", "call", "x", "values", "row_weights", "token_weights", "y", "y_values"),
     *("recv_wait_ns", "required"),
 )
@@ -122,7 +122,9 @@ class LowLatencyCalls:
             dtype=dtype,
             float8=float8,
             offsets=self.ranks.offsets(topk),
-            call=self.ranks.group.dispatch(row, self._members(num_tokens, rows, members), DISPATCH_GIVEN),
+            call=self.ranks.launcher.prepare_dispatch(
+                row, self._members(num_tokens, rows, members), DISPATCH_PER_LAUNCH
+            ),
         )
 
     def plan_combine(
@@ -133,7 +135,7 @@ class LowLatencyCalls:
         row = row_format(plan.topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
         members: Members = {"sum_at_expert": sum_at_expert, "renormalize": renormalize}
         of_ranks = self._members(plan.num_tokens, plan.rows, members)
-        return CombinePlan(sum_at_expert, self.ranks.group.combine(row, of_ranks, COMBINE_GIVEN))
+        return CombinePlan(sum_at_expert, self.ranks.launcher.prepare_combine(row, of_ranks, COMBINE_PER_LAUNCH))
 
     def _members(self, num_tokens: Sequence[int], rows: int, members: Members) -> list[Members]:
         """Returns the kernel arguments of each rank: `members`, its tokens and rows, and its masks."""
@@ -159,7 +161,7 @@ class LowLatencyCalls:
         size, call_offset = plan.offsets["size"], 4 * plan.offsets["dispatch_call"]
         handle.made_on = stream
         parts: list[Received] = []
-        given: tuple[Any, ...] = ()
+        per_launch: tuple[Any, ...] = ()
         for x, ids, weights, scales, recv_rows, wait_ns in inputs:
             layout = torch.empty(size, dtype=torch.int32, device=self.group.device)
             out, probs, out_scales = backend.new_output(plan.out_shape, plan.dtype), None, None
@@ -173,8 +175,21 @@ class LowLatencyCalls:
             handle.layouts.append(layout)
             parts.append((out, probs, out_scales))
             number = layout.data_ptr() + call_offset
-            given += (layout, number, ids, x, scales, weights, out, out_scales, probs, recv_rows, wait_ns, required)
-        handle.call = self._launch(self.dispatches, backend, plan.call, stream, given, pending)
+            per_launch += (
+                layout,
+                number,
+                ids,
+                x,
+                scales,
+                weights,
+                out,
+                out_scales,
+                probs,
+                recv_rows,
+                wait_ns,
+                required,
+            )
+        handle.call = self._launch(self.dispatches, backend, plan.call, stream, per_launch, pending)
         return parts
 
     def combine(
@@ -197,7 +212,7 @@ class LowLatencyCalls:
         if handle.made_on != stream:
             backend.keep_for_launch(handle.layouts, handle.made_on)
         parts: list[tuple[Tensor, Maybe]] = []
-        given: tuple[Any, ...] = ()
+        per_launch: tuple[Any, ...] = ()
         call: Any
         for x, values, weights, out, recv_wait_ns in inputs:
             i = len(parts)
@@ -212,8 +227,8 @@ class LowLatencyCalls:
             required = None if handle.forward is None else self._required(handle.forward, backend, i)
             of_rows, of_tokens = (weights, None) if plan.sum_at_expert else (None, weights)
             parts.append((y, y_values))
-            given += (layout, call, x, values, of_rows, of_tokens, y, y_values, recv_wait_ns, required)
-        self._launch(self.combines, backend, plan.call, stream, given, pending)
+            per_launch += (layout, call, x, values, of_rows, of_tokens, y, y_values, recv_wait_ns, required)
+        self._launch(self.combines, backend, plan.call, stream, per_launch, pending)
         return parts
 
     def _required(self, forward: LowLatencyHandle, backend: Backend, i: int) -> Maybe:
@@ -229,7 +244,7 @@ class LowLatencyCalls:
         backend: Backend,
         call: _C.Call,
         stream: int,
-        given: tuple[Any, ...],
+        per_launch: tuple[Any, ...],
         pending: list[Pending] | None,
     ) -> Pending:
         """Launches a call, or its sending half."""
@@ -237,10 +252,10 @@ class LowLatencyCalls:
             in_flight.check()
         sent = RECEIVED
         if pending is None:
-            self.ranks.launch(backend, call, stream, given)
+            self.ranks.launch(backend, call, stream, per_launch)
         else:
-            sent = Pending(self, call, given, stream)
-            backend.launch(self.ranks.group, call, SEND, stream, given, self.ranks)
+            sent = Pending(self, call, per_launch, stream)
+            backend.launch(self.ranks.launcher, call, SEND, stream, per_launch, self.ranks)
             pending.append(sent)
         if self.masks is not None or backend.aborted() is not None:
             self.check_launched(backend)

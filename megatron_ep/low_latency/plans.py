@@ -49,14 +49,14 @@ class CombinePlan:
 class Pending:
     """A call whose receiving half can be launched, or was launched with the sending one.
 
-    calls: the `LowLatencyCalls` that launched it. given: members of the launch, which keep its tensors. made_on: the
-    stream on which they were created.
+    calls: the `LowLatencyCalls` that launched it. per_launch: values of the launch, which keep its tensors.
+    made_on: the stream on which they were created.
     """
 
     def __init__(self, *rest: Any):
         # A received call keeps no references, because `calls` keeps the call: a reference cycle would be freed by the
         # collector at any time, for example while a CUDA graph is captured.
-        self._rest: tuple[Any, ...] = rest  # calls, call, given, made_on
+        self._rest: tuple[Any, ...] = rest  # calls, call, per_launch, made_on
         self._given_up = False
 
     @property
@@ -76,15 +76,15 @@ class Pending:
             )
         if not self._rest:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        calls, call, given, made_on = self._rest
+        calls, call, per_launch, made_on = self._rest
         try:
             backend = calls.backend
             if backend.aborted() is not None:
                 calls.group.check_usable()
             stream = backend.current_stream()
             if made_on != stream:
-                backend.keep_for_launch([part for part in given if isinstance(part, torch.Tensor)], made_on)
-            backend.launch(calls.ranks.group, call, RECEIVE, stream, given, calls.ranks)
+                backend.keep_for_launch([part for part in per_launch if isinstance(part, torch.Tensor)], made_on)
+            backend.launch(calls.ranks.launcher, call, RECEIVE, stream, per_launch, calls.ranks)
             self._rest = ()
             calls.check_launched(backend)
         except BaseException as error:

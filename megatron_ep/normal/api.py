@@ -130,7 +130,7 @@ def dispatch(
     max_recv_tokens: fixes R. Rows of x after the last expert's are undefined, or zeros if x or topk_weights requires a
         gradient. Rows beyond R are omitted. A token is omitted completely (zeros) if it is not among the first R to
         arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are
-        reported in `overflow`. On a GPU the host then does not wait, which a CUDA graph requires, so invalid ids in
+        reported in `overflow`. On a GPU the call is then free of host waits, as CUDA graphs require, so invalid ids in
         topk_idx are found later, by the next call or `synchronize`. With several nodes and different T, R must also be
         at least the number of tokens that any rank sends to another node, and the ranks of that node must have room for
         them.
@@ -185,7 +185,7 @@ def dispatch(
             handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", one_hop=one_hop)
         if key is not None and tensors[2] is topk_weights and launches.plans_calls(group):
             one = (xs[0], row_scales and row_scales[0], weights and weights[0])
-            group.known_calls.add(key, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
+            group.call_cache.add(key, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
         if not (values or is_traced or needs_gradient):
             rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
             return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
@@ -212,13 +212,13 @@ def _dispatch_by_plan(
     scales: Any,
     layout: str,
 ) -> Received | None:
-    """None: there is no plan, or something is not as it mostly is."""
+    """Runs the cached plan of this call. Returns None if there is none, or the call must be checked in full."""
     if buffer is not None and not isinstance(buffer, AnyBuffer):
         return None
     group = buffer._group if buffer is not None else handle.group if handle is not None else None
     if group is None or (handle is not None and handle.group is not group):
         return None
-    plan: Any = group.known_calls.get(key)
+    plan: Any = group.call_cache.get(key)
     backend = group._backend
     if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
         return None
@@ -286,7 +286,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     group, is_traced = handle.group, torch.compiler.is_compiling()
     key = None if is_traced else plans.combine_signature(handle, x, weights)
     if key is not None:
-        plan: Any = group.known_calls.get(key)
+        plan: Any = group.call_cache.get(key)
         backend = group._backend
         if plan is not None and backend is not None and backend.aborted() is None:
             if not key[0]:
@@ -307,7 +307,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         xs, row_weights = listed(x, group), listed(weights, group)
         if key is not None and weights is given and launches.plans_calls(group):
             plan = launches.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
-            group.known_calls.add(key, plan)
+            group.call_cache.add(key, plan)
         if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
             return sums if group.takes_lists else sums[0]

@@ -100,13 +100,13 @@ def dispatch_plan(
     asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
     how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), clears_end, all_weights)
     key = ("dispatch", how, asked, *map(_type_of, (x, scales, weights)))
-    known: plan.DispatchPlan | OneHopDispatchPlan | None = handle.group.known_calls.get(key)
+    known: plan.DispatchPlan | OneHopDispatchPlan | None = handle.group.call_cache.get(key)
     if known is None:
         if handle.one_hop is not None:
             known = OneHopDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
         else:
             known = plan.DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
-        handle.group.known_calls.add(key, known)
+        handle.group.call_cache.add(key, known)
     return known
 
 
@@ -117,13 +117,13 @@ def combine_plan(
     weight_types = (weights is not None and weights.dtype, row_weights is not None)
     how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), rank.counts.num_tokens)
     key = ("combine", how, x.dtype, x.shape[1], *weight_types)
-    known: plan.CombinePlan | OneHopCombinePlan | None = handle.group.known_calls.get(key)
+    known: plan.CombinePlan | OneHopCombinePlan | None = handle.group.call_cache.get(key)
     if known is None:
         if handle.one_hop is not None:
             known = OneHopCombinePlan(handle, [x], listed(weights))
         else:
             known = plan.CombinePlan(handle, rank, x, weights, row_weights)
-        handle.group.known_calls.add(key, known)
+        handle.group.call_cache.add(key, known)
     return known
 
 
@@ -147,7 +147,7 @@ def _dispatch_on_all(
     stream = backend.current_stream()
     tensors = [(x[i], at(scales, i), at(weights, i)) for i in range(len(x))]
     plans = [plan.DispatchPlan(handle, *of, clears_end=clears_end, all_weights=all_weights) for of in tensors]
-    call = backend.group.dispatch(plans[0].row, [p.members for p in plans], plan.DISPATCH_GIVEN)
+    call = backend.launcher.prepare_dispatch(plans[0].row, [p.members for p in plans], plan.DISPATCH_PER_LAUNCH)
     phase = plan.DISPATCH
     if request is not None:
         first, n = plans[0], len(x)
@@ -156,16 +156,16 @@ def _dispatch_on_all(
         if first.is_counted:
             layouts = [torch.empty(p.layout_size, dtype=torch.int32, device=group.device) for p in plans]
             given = [plan.counts_given(*of) for of in zip(topk_idx, per_expert, layouts, strict=True)]
-            totals, _ = backend.launch(backend.group, call, plan.NOTIFY, stream, tuple(itertools.chain(*given)))
+            totals, _ = backend.launch(backend.launcher, call, plan.NOTIFY, stream, tuple(itertools.chain(*given)))
             counts = row_counts.known(group, request, topk_idx, totals, handle.is_flat)
             per_expert = [backend.taken_counts(of_rank) for of_rank in per_expert] if first.waits else per_expert
         else:
-            counts, phase = [p.room for p in plans], plan.FUSED
+            counts, phase = [p.room for p in plans], plan.WITHOUT_WAIT
         handle.ranks = [p.new_rank(stream, counts[i], layouts[i], per_expert[i]) for i, p in enumerate(plans)]
     parts = [
         p.arguments(handle, backend, stream, handle.ranks[i], at(topk_idx, i), *tensors[i]) for i, p in enumerate(plans)
     ]
-    backend.launch(backend.group, call, phase, stream, tuple(itertools.chain(*(given for _, given in parts))))
+    backend.launch(backend.launcher, call, phase, stream, tuple(itertools.chain(*(given for _, given in parts))))
     group.calls.note("dispatch", handle.ranks[0].layout.data_ptr())
     group.raise_if_aborted()
     return [outputs for outputs, _ in parts]
@@ -180,8 +180,10 @@ def _combine_on_all(
         given = (x[i], at(weights, i), at(row_weights, i))
         plans.append(plan.CombinePlan(handle, rank, *given))
         parts.append(plans[i].arguments(handle, backend, stream, rank, *given))
-    call = backend.group.combine(plans[0].row, [p.members for p in plans], plan.COMBINE_GIVEN)
-    backend.launch(backend.group, call, plan.COMBINE, stream, tuple(itertools.chain(*(given for *_, given in parts))))
+    call = backend.launcher.prepare_combine(plans[0].row, [p.members for p in plans], plan.COMBINE_PER_LAUNCH)
+    backend.launch(
+        backend.launcher, call, plan.COMBINE, stream, tuple(itertools.chain(*(given for *_, given in parts)))
+    )
     handle.group.calls.note("combine", handle.ranks[0].layout.data_ptr())
     handle.group.raise_if_aborted()
     return [(y, y_weights) for y, y_weights, _ in parts]

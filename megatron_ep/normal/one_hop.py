@@ -21,11 +21,11 @@ from megatron_ep.normal.row_counts import least_rows, max_arrivals
 from megatron_ep.reference import SCALE_BLOCK
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
-DISPATCH_GIVEN = (
+DISPATCH_PER_LAUNCH = (
     *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("recv_experts", "tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
 )
-COMBINE_GIVEN = (
+COMBINE_PER_LAUNCH = (
     *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "resets_since_made"),
 )
 OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
@@ -84,7 +84,7 @@ class OneHopDispatchPlan:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
             limit = received if received < most and not self.is_flat else 0  # flat tokens beyond R have no row
             of_ranks.append(members | {"num_tokens": tokens, "max_received": limit})
-        self.call = launches.ranks.group.dispatch(row, of_ranks, DISPATCH_GIVEN)
+        self.call = launches.ranks.launcher.prepare_dispatch(row, of_ranks, DISPATCH_PER_LAUNCH)
 
     def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
         """See `megatron_ep.normal.plan.DispatchPlan`."""
@@ -108,7 +108,7 @@ class OneHopDispatchPlan:
             _check(handle, backend, stream)
         parts: list[Outputs] = []
         made: list[RankHandle] = []
-        given: tuple[Any, ...] = ()
+        per_launch: tuple[Any, ...] = ()
         for i, x in enumerate(xs):
             # Another dispatch with a handle's layout makes the same layout again, in other memory.
             layout = torch.empty(self.offsets["size"], dtype=torch.int32, device=group.device)
@@ -126,9 +126,9 @@ class OneHopDispatchPlan:
             out, out_scales, probs = parts_of_rank = self._new_outputs(backend, rows)
             parts.append(parts_of_rank)
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
-            given += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
-            given += (experts, counts, rows, layout_call, handle.resets_since_made)
-        counted = launches.ranks.launch(backend, self.call, stream, given)
+            per_launch += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
+            per_launch += (experts, counts, rows, layout_call, handle.resets_since_made)
+        counted = launches.ranks.launch(backend, self.call, stream, per_launch)
         if made:
             if self.waits:
                 self._check_counts(group, backend, ids)
@@ -189,7 +189,7 @@ class OneHopCombinePlan:
         row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
         common = {"sum_at_expert": True, "is_flat": handle.is_flat}
         members = [common | {"num_tokens": rank.num_tokens} for rank in handle.ranks]
-        self.call = launches.ranks.group.combine(row, members, COMBINE_GIVEN)
+        self.call = launches.ranks.launcher.prepare_combine(row, members, COMBINE_PER_LAUNCH)
 
     def run(
         self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
@@ -206,7 +206,7 @@ class OneHopCombinePlan:
         group, stream = handle.group, backend.current_stream()
         _check(handle, backend, stream)
         parts: list[tuple[Tensor, Maybe]] = []
-        given: tuple[Any, ...] = ()
+        per_launch: tuple[Any, ...] = ()
         for i, rank in enumerate(handle.ranks):
             y = backend.new_output((rank.num_tokens, xs[i].shape[1]), xs[i].dtype)
             y_weights = None
@@ -219,9 +219,9 @@ class OneHopCombinePlan:
             factors = at(row_weights, i)
             if factors is not None and not factors.numel():
                 factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
-            given += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
-            given += (rank.rows, layout_call, handle.resets_since_made)
-        _launches_of(group).ranks.launch(backend, self.call, stream, given)
+            per_launch += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
+            per_launch += (rank.rows, layout_call, handle.resets_since_made)
+        _launches_of(group).ranks.launch(backend, self.call, stream, per_launch)
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts

@@ -15,8 +15,8 @@ import torch
 from torch.autograd import forward_ad
 
 from megatron_ep import _C
+from megatron_ep.buffer.call_cache import Signature, signature
 from megatron_ep.buffer.interface import Backend, Members, RowCounts
-from megatron_ep.buffer.known_calls import Signature, signature
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.config import Topology
 from megatron_ep.normal import row_counts
@@ -34,27 +34,27 @@ NVL_BATCH = 8
 MAX_SUM_BYTES = 5
 LINE = 32  # alignment of tables, in int32 (128 bytes)
 
-NOTIFY, DISPATCH, FUSED, AHEAD, AGAIN, COMBINE = map(
+NOTIFY, DISPATCH, WITHOUT_WAIT, SPECULATIVE, RETRY, COMBINE = map(
     int,
     (
         _C.Phase.notify,
         _C.Phase.dispatch,
-        _C.Phase.fused_dispatch,
-        _C.Phase.dispatch_ahead,
-        _C.Phase.dispatch_again,
+        _C.Phase.dispatch_without_wait,
+        _C.Phase.speculative_dispatch,
+        _C.Phase.dispatch_retry,
         _C.Phase.combine,
     ),
 )
 
 # Members of the kernels' arguments (csrc/core/args.h) that each launch of a plan passes, in this order.
-DISPATCH_GIVEN = (
+DISPATCH_PER_LAUNCH = (
     *("topk_idx", "tokens_per_expert", "layout"),  # an exchange of counts needs only these
     *("x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
     *("dst_rows", "rail_experts", "source_tokens", "max_rows", "max_received", "max_rail"),
     *("has_intra_rank_pass", "min_rows", "is_speculative", "fills_tables", "resets_since_made"),
 )
-LAYOUT = DISPATCH_GIVEN.index("layout")
-COMBINE_GIVEN = (
+LAYOUT = DISPATCH_PER_LAUNCH.index("layout")
+COMBINE_PER_LAUNCH = (
     *("layout", "x", "weights", "row_weights", "y", "y_weights", "sums", "bias", "second_bias"),
     *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "resets_since_made"),
 )
@@ -70,7 +70,7 @@ def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, wei
     """Returns the format in which rows of these tensors are sent. Raises ValueError if a ring cannot hold one row."""
     of_scales = None if scales is None else (scales.dtype, scales.shape[1])
     key = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights.dtype)
-    known: _C.RowFormat | None = group.known_calls.get(key)
+    known: _C.RowFormat | None = group.call_cache.get(key)
     if known is not None:
         return known
     row = _C.RowFormat(
@@ -85,7 +85,7 @@ def format_of(group: RankGroup, topk: int, x: Tensor, scales: Tensor | None, wei
         if ring_bytes < min_bytes:
             given = getattr(group.config.tuning, name) or ring_bytes  # the heap rounds the configured size up
             raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
-    group.known_calls.add(key, row)
+    group.call_cache.add(key, row)
     return row
 
 
@@ -115,7 +115,7 @@ def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, gi
 
 def counts_given(ids: Tensor, per_expert: Tensor, layout: Tensor) -> tuple[Any, ...]:
     """Returns the launch arguments of an exchange of counts."""
-    return ids, per_expert, layout, *(None,) * (len(DISPATCH_GIVEN) - 3)
+    return ids, per_expert, layout, *(None,) * (len(DISPATCH_PER_LAUNCH) - 3)
 
 
 class DispatchPlan:
@@ -155,7 +155,9 @@ class DispatchPlan:
             self.is_counted = self.waits or group.live_backend().host_knows_counts  # counts come before rows are sent
             if not self.waits:
                 self.room = row_counts.most(group, request, self.num_tokens)
-        self.call = call_of(group.live_backend().group.dispatch, group, self.row, self.members, DISPATCH_GIVEN)
+        self.call = call_of(
+            group.live_backend().launcher.prepare_dispatch, group, self.row, self.members, DISPATCH_PER_LAUNCH
+        )
 
     def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
         """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; None uses the handle's layout."""
@@ -166,9 +168,9 @@ class DispatchPlan:
             phase = DISPATCH
             if ids is not None:
                 per_expert = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
-                phase, handle.ranks = FUSED, [self.new_rank(stream, self.room, None, per_expert)]
+                phase, handle.ranks = WITHOUT_WAIT, [self.new_rank(stream, self.room, None, per_expert)]
             outputs, given = self.arguments(handle, backend, stream, handle.ranks[0], ids, x, scales, weights)
-            backend.launch(backend.group, self.call, phase, stream, given)
+            backend.launch(backend.launcher, self.call, phase, stream, given)
             group.calls.note("dispatch", given[LAYOUT])
         if backend.aborted() is not None:
             group.raise_if_aborted()
@@ -188,7 +190,7 @@ class DispatchPlan:
             except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
-            totals, fits = backend.launch(backend.group, self.call, AHEAD, stream, values)
+            totals, fits = backend.launch(backend.launcher, self.call, SPECULATIVE, stream, values)
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
             per_expert = rank.tokens_per_expert = backend.taken_counts(per_expert)
             if fits:
@@ -198,18 +200,20 @@ class DispatchPlan:
                     if tensor is not None:
                         tensor.resize_(counts.rows, *tensor.shape[1:])
                 return outputs
-            layout, phase = rank.layout, AGAIN
+            layout, phase = rank.layout, RETRY
             del rank, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
             layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
-            totals, _ = backend.launch(backend.group, self.call, NOTIFY, stream, counts_given(ids, per_expert, layout))
+            totals, _ = backend.launch(
+                backend.launcher, self.call, NOTIFY, stream, counts_given(ids, per_expert, layout)
+            )
             counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
             if self.waits:
                 per_expert = backend.taken_counts(per_expert)
         rank = self.new_rank(stream, counts, layout, per_expert)
         outputs, values = self.arguments(handle, backend, stream, rank, *given)
         handle.ranks = [rank]
-        backend.launch(backend.group, self.call, phase, stream, values)
+        backend.launch(backend.launcher, self.call, phase, stream, values)
         group.calls.note("dispatch", values[LAYOUT])
         return outputs
 
@@ -285,7 +289,9 @@ class CombinePlan:
         self.pass_rows = least_for_pass(group, self.row) if sums_apart else math.inf
         self.members = members_of(handle, self.row, self.num_tokens)
         self.members["is_weighted"] = row_weights is not None
-        self.call = call_of(group.live_backend().group.combine, group, self.row, self.members, COMBINE_GIVEN)
+        self.call = call_of(
+            group.live_backend().launcher.prepare_combine, group, self.row, self.members, COMBINE_PER_LAUNCH
+        )
 
     def run(
         self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
@@ -293,7 +299,7 @@ class CombinePlan:
         """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
         stream, rank = backend.current_stream(), handle.ranks[0]
         y, y_weights, given = self.arguments(handle, backend, stream, rank, x, weights, row_weights, biases)
-        backend.launch(backend.group, self.call, COMBINE, stream, given)
+        backend.launch(backend.launcher, self.call, COMBINE, stream, given)
         handle.group.calls.note("combine", given[0])
         if backend.aborted() is not None:
             handle.group.raise_if_aborted()
@@ -341,7 +347,7 @@ def dispatch_signature(
     handle: Any, x: Any, topk_idx: Any, weights: Any, scales: Any, settings: tuple[Any, ...]
 ) -> Signature | None:
     """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked:
-    see `known_calls.signature`. settings: those of its options that a handle has already."""
+    see `call_cache.signature`. settings: those of its options that a handle has already."""
     others = () if scales is None else (scales,)
     if handle is None:
         return signature((*settings, *map(type, settings)), x, topk_idx, weights, *others)

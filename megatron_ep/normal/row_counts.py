@@ -51,7 +51,7 @@ def expected(group: RankGroup, request: CountRequest, num_tokens: int, is_flat: 
     """Returns the rows to allocate before the counts are known; None if the host must wait for them first, for example
     because the last dispatch had another number of tokens."""
     last = group.last_counts
-    if last is None or not group.live_backend().launches_ahead or last.num_tokens != num_tokens:
+    if last is None or not group.live_backend().speculates or last.num_tokens != num_tokens:
         return None
     rows, received, rail = (count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last[1:])
     if is_flat:  # tables and tensors have the same rows, and unused rows are marked in both

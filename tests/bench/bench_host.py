@@ -89,7 +89,7 @@ def _parts_of_a_wait(buffer: ep.Buffer, given: Inputs, warmup: int, iterations: 
             start = time.monotonic_ns()
             ep.dispatch(given.x, given.ids, given.weights, buffer=buffer)
             end = time.monotonic_ns()
-            rounds.append([start, marks[0], *backend.group.count_times(), marks[1], end])
+            rounds.append([start, marks[0], *backend.launcher.count_times(), marks[1], end])
     if len(rounds[0]) < len(PARTS) + 1:
         return {}
     spans = [[(b - a) / 1e9 for a, b in pairwise(times)] for times in rounds[warmup:]]

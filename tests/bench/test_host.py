@@ -46,7 +46,7 @@ def test_the_parts_of_a_wait(alone, monkeypatch) -> None:
     with ep.Buffer(None, ep.Config(num_experts=host_calls.EXPERTS)) as buffer:
         inputs = host_calls.Inputs(buffer.device)
         assert host._parts_of_a_wait(buffer, inputs, 1, 2) == {}, "on the host counts are known at once"
-        monkeypatch.setattr(_C.Group, "count_times", lambda _: [time.monotonic_ns() for _ in range(3)])
+        monkeypatch.setattr(_C.RankLauncher, "count_times", lambda _: [time.monotonic_ns() for _ in range(3)])
         parts = host._parts_of_a_wait(buffer, inputs, 1, 2)
     assert tuple(parts) == host.PARTS
     assert all(sum(of_round) > 0 for of_round in zip(*parts.values(), strict=True))

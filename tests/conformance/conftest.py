@@ -7,6 +7,7 @@ import cards
 import pytest
 from over_networks import W, between_machines
 
+from megatron_ep.fabrics import choice
 from megatron_ep.tools.local_ranks import LocalRanks
 
 
@@ -22,7 +23,7 @@ def over():
     with LocalRanks(W, 120) as ranks:
 
         def run(fabric, function, *arguments):
-            if fabric in ("verbs", "ibgda"):
+            if fabric in choice.BY_CARD:
                 ranks.run(cards.use_library, cards.library(), fabric)
             if not fabric:
                 return ranks.run(function, *arguments)

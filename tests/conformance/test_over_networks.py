@@ -18,8 +18,9 @@ from waits import within
 
 import megatron_ep as ep
 from megatron_ep.buffer import monitor, rank_group
+from megatron_ep.fabrics import choice
 
-FABRICS = ("tcp", "verbs", "ibgda")
+FABRICS = choice.OF_HOST
 X, IDS = torch.ones(8, 16), torch.arange(16).view(8, 2)
 
 

@@ -128,11 +128,11 @@ void test_kernels_are_loaded_before_they_are_launched() {
         start();
         Group group = group_of(kTwo, {heaps.begin(), heaps.begin() + ranks}, heaps);
         for (const bool has_intra_rank_pass : {false, true}) {
-            ep::FusedDispatchArgs args{};
+            ep::DispatchCallArgs args{};
             args.heap = kTwo;
             args.has_intra_rank_pass = has_intra_rank_pass;
             group.dispatch({ranks, args}, nullptr);
-            group.fused_dispatch({ranks, args}, nullptr);
+            group.dispatch_without_wait({ranks, args}, nullptr);
         }
     }
 }

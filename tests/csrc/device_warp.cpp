@@ -241,7 +241,7 @@ void run_case(uint64_t seed, bool is_planned) {
         ++call;
         group.dispatch<HostWarp>(dispatch[0]);
         if (is_fused) {
-            std::vector<FusedDispatchArgs> fused;
+            std::vector<DispatchCallArgs> fused;
             for (int rank = 0; rank < world; ++rank)
                 fused.push_back(fused_args(dispatch[1][rank], notify[rank]));
             grid.launch(kernels::fused_dispatch_kernel<FusedDispatch>,

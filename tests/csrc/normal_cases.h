@@ -200,14 +200,14 @@ inline DispatchArgs dispatch_args(const TransferArgs& args, const Inputs& in, co
             t.out.data(), t.out_scales.data(), t.out_weights.data(), has_intra_rank_pass};
 }
 
-inline FusedDispatchArgs fused_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {
-    FusedDispatchArgs args{dispatch,
-                           notify.topk_idx,
-                           notify.index_bytes,
-                           notify.expert_alignment,
-                           notify.expert_capacity,
-                           notify.tokens_per_expert,
-                           notify.allows_repeats};
+inline DispatchCallArgs fused_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {
+    DispatchCallArgs args{dispatch,
+                          notify.topk_idx,
+                          notify.index_bytes,
+                          notify.expert_alignment,
+                          notify.expert_capacity,
+                          notify.tokens_per_expert,
+                          notify.allows_repeats};
     args.fills_tables = true;
     return args;
 }

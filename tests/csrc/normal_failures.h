@@ -341,7 +341,7 @@ inline void run_fused_given_up(bool is_absent, int tokens) {
     std::memset(inputs[1].ids.data(), 0x7f, c.index_bytes);
     const auto layouts = layouts_of(c, side);
     const auto notify = notify_args(c, inputs, layouts, 0, side);
-    std::vector<FusedDispatchArgs> args;
+    std::vector<DispatchCallArgs> args;
     const int ranks = is_absent ? 1 : 2;
     for (int rank = 0; rank < ranks; ++rank) {
         const Tensors& t = side.tensors.emplace_back(tensors_for(c, tokens));

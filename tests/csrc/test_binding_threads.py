@@ -35,7 +35,7 @@ ROW = _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payl
 def test_two_threads_do_not_launch_at_once(gated) -> None:
     group = gated.group()
     dispatch, combine = group.dispatch(ROW, [{}]), group.combine(ROW, [{}])
-    phases = ("notify", "dispatch", "fused_dispatch", "dispatch_ahead", "dispatch_again")
+    phases = ("notify", "dispatch", "dispatch_without_wait", "speculative_dispatch", "dispatch_retry")
     calls = [
         *(functools.partial(group.launch, dispatch, int(getattr(_C.Phase, phase)), 0, ()) for phase in phases),
         functools.partial(group.launch, combine, int(_C.Phase.combine), 0, ()),

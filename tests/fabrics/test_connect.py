@@ -106,7 +106,7 @@ def test_ranks_that_load_different_libraries_take_one_that_all_load() -> None:
     lacking = lack if dist.get_rank() == 1 else lambda: None
     with ranks_with("", nvshmem=lacking, nccl=lambda: library):
         backend = connected(rendezvous_of(), "abc")
-        assert backend.group.memory.endswith(b"by NCCL")
+        assert backend.launcher.memory.endswith(b"by NCCL")
         assert backend.fabric.name == "nccl"
         assert backend.fabric.reason == (
             "3 machines; it lacks something on rank 1; a separate communicator, 64.0 MiB in addition to the heap"
@@ -423,7 +423,7 @@ def run_environment(hosts: str, names: list[str], variables: dict[str, str]) -> 
     with over("nvshmem", Nvshmem()) as library, network_cards(*names, **variables):
         backend = connected(rendezvous_of(), hosts)
         assert heap_of(rendezvous_of()) == 1  # is not initialised again
-        return library.environment, backend.group.fence, backend.fabric.reason
+        return library.environment, backend.launcher.fence, backend.fabric.reason
 
 
 def test_ibgda_is_switched_on_between_machines(ranks) -> None:
@@ -501,7 +501,7 @@ def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tupl
     cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
     with over("nvshmem", Nvshmem()), cards, transport:
         backend = connected(rendezvous_of(), "abc")
-    return backend.group.fence, backend.fabric.reason.partition("; ")[2]
+    return backend.launcher.fence, backend.fabric.reason.partition("; ")[2]
 
 
 @pytest.mark.parametrize(
@@ -570,8 +570,8 @@ def test_a_closed_backend_lets_its_group_go() -> None:
     with over("nccl", Nccl()):
         backend = connected(rendezvous_of())
     graphs = [2]
-    backend.group.graphs = lambda: graphs[0]
-    assert backend.group.watch is not None
+    backend.launcher.graphs = lambda: graphs[0]
+    assert backend.launcher.watch is not None
     with (
         mock.patch.object(cuda, "GRAPHS_S", 0.0),
         mock.patch.object(torch.cuda, "is_current_stream_capturing") as is_on,
@@ -583,7 +583,7 @@ def test_a_closed_backend_lets_its_group_go() -> None:
         graphs[0] = 0
         assert backend.needs_memory() == ""
         backend.close()
-    assert backend.group.watch is None, "the group, which its memory lives with, would never go"
+    assert backend.launcher.watch is None, "the group, which its memory lives with, would never go"
 
 
 # ---- the low-latency mode over a network
@@ -595,8 +595,8 @@ def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
         made = connect.low_latency(rank, heap, fabric, backend.connection)
-    launches = made.group
-    assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
+    launches = made.launcher
+    assert (launches.group, launches.heap, launches.blocks) == (backend.launcher, heap, 3)
     assert launches.memory is made.network_memory and not made.memories
     return launches.memory
 
@@ -619,7 +619,7 @@ def test_the_low_latency_mode_has_memory_of_its_own() -> None:
         rendezvous = rendezvous_of()
         backend = connected(rendezvous)
         memory = low_latency_memory(rendezvous, backend, "nccl")
-        assert memory.startswith(b"2 of") and memory != backend.group.memory
+        assert memory.startswith(b"2 of") and memory != backend.launcher.memory
         library.left = [memory]
         assert low_latency_memory(rendezvous, backend, "nccl") == memory
 

@@ -13,10 +13,10 @@ class LateBackend(HostBackend):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.aborted = lambda: self.group.aborted() if self._is_known else None
+        self.aborted = lambda: self.launcher.aborted() if self._is_known else None
 
-    def launch(self, group, call, phase, stream, given, part=None):
-        told = super().launch(group, call, phase, stream, given, part=part)
+    def launch(self, launcher, call, phase, stream, values, part=None):
+        told = super().launch(launcher, call, phase, stream, values, part=part)
         if part is None:
             self._is_known = told is not None  # this rank has waited for the counts
         return told
@@ -40,12 +40,12 @@ class AheadBackend(HostBackend):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.launches_ahead = True
+        self.speculates = True
         self.guesses = []  # whether they were right
 
-    def launch(self, group, call, phase, stream, given, part=None):
-        told = super().launch(group, call, phase, stream, given, part=part)
-        if phase == plan.AHEAD:
+    def launch(self, launcher, call, phase, stream, values, part=None):
+        told = super().launch(launcher, call, phase, stream, values, part=part)
+        if phase == plan.SPECULATIVE:
             self.guesses.append(told[1])
         return told
 
@@ -61,9 +61,9 @@ class Launches:
     def __enter__(self):
         self._phases, launch = [], HostBackend.launch
 
-        def noted(backend, group, call, phase, *given, part=None):
+        def noted(backend, launcher, call, phase, *values, part=None):
             self._phases.append(phase)
-            return launch(backend, group, call, phase, *given, part=part)
+            return launch(backend, launcher, call, phase, *values, part=part)
 
         self._patch = mock.patch.object(HostBackend, "launch", noted)
         self._patch.start()

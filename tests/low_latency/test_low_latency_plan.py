@@ -6,7 +6,7 @@ from entered import check_entered
 from rank_threads import run_together, thread_ranks
 
 import megatron_ep as ep
-from megatron_ep.buffer.known_calls import KnownCalls
+from megatron_ep.buffer.call_cache import CallCache
 
 EXPERTS, HIDDEN, TOPK, TOKENS = 8, 512, 3, 6
 
@@ -35,7 +35,7 @@ def inputs(seed):
 @pytest.fixture(params=["with plans", "without plans"])
 def plans(request, monkeypatch):
     if request.param == "without plans":
-        monkeypatch.setattr(KnownCalls, "get", lambda known, key: None)
+        monkeypatch.setattr(CallCache, "get", lambda known, key: None)
 
 
 def steps(buffer, layout, sum_at):
@@ -64,7 +64,7 @@ def test_the_same_bits_by_a_plan(world, layout, sum_at, monkeypatch):
         return steps(buffer, layout, sum_at)
 
     planned = run_together(buffers_of(world), work)
-    monkeypatch.setattr(KnownCalls, "get", lambda known, key: None)
+    monkeypatch.setattr(CallCache, "get", lambda known, key: None)
     for of_rank, expected in zip(planned, run_together(buffers_of(world), work), strict=True):
         if isinstance(of_rank, BaseException):
             raise of_rank

@@ -19,7 +19,7 @@ LL_RELEASES = "return last && *call.word(released) == last;"
 LL_TO_ALL = "to_all = *call.word(heap.sent(Args::kKind)) > call.number;"
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
-LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
+LL_BANK = "if (!may_send(warp, call, team)) return Ended::Failed;"
 LL_PUBLISH = """«warp.template publish_lanes<Scope::System>(topk * tags, [&](int lane, auto&& store) {
             if (!(mask >> lane % topk & 1)) return;
             const size_t tag = Piece::tag(piece.number + done + lane / topk);

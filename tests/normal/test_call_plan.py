@@ -24,10 +24,10 @@ class CountsLater(HostBackend):
 
     host_knows_counts = False
 
-    def launch(self, group, call, phase, stream, given, part=None):
-        if phase != plan.FUSED:
-            return super().launch(group, call, phase, stream, given, part=part)
-        super().launch(group, call, phase, stream, given, part=part)
+    def launch(self, launcher, call, phase, stream, values, part=None):
+        if phase != plan.WITHOUT_WAIT:
+            return super().launch(launcher, call, phase, stream, values, part=part)
+        super().launch(launcher, call, phase, stream, values, part=part)
 
 
 class CountsExpected(HostBackend):
@@ -35,7 +35,7 @@ class CountsExpected(HostBackend):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.launches_ahead = True
+        self.speculates = True
 
 
 @pytest.fixture(params=[HostBackend, CountsLater, CountsExpected])

@@ -121,7 +121,7 @@ class DeviceWarp {
         bool over = false;
         const uint32_t met =
             poll(wait, count, need, [](uint32_t met) { return met != 0; }, never(), ns, &over);
-        return over ? Waited::Over : met ? Waited::Met : Waited::Badly;
+        return over ? Waited::Over : met ? Waited::Met : Waited::Failed;
     }
 
     template <class F>
@@ -224,10 +224,10 @@ class DeviceWarp {
     // Orders this warp's reads of a slot before the producer's next write to it: if the flag were
     // seen first, the producer would overwrite a row that is still being read.
     //
-    // The store is relaxed. PTX's memory model wants a release, which would also wait for all that
-    // the warp has written. Relaxed is enough on the hardware: a warp issues in order, so a load
-    // whose value it has used is over, and what the copy engine read has been waited for. A warp
-    // that acquires this flag and stores another one passes that on.
+    // The store is relaxed. The PTX memory model formally requires a release, which would also wait
+    // for all that the warp has written. Relaxed is enough on the hardware: a warp issues in order,
+    // so a load whose value it has used is over, and what the copy engine read has been waited for.
+    // A warp that acquires this flag and stores another one passes that on.
     template <Scope scope>
     EP_FN void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0)

@@ -352,7 +352,7 @@ class HostWarp : public SerialLanes {
         const Outcome outcome = end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted;
         if (lane < count) record(outcome, wait, missing);
         if (end == WaitEnd::Expired) rank_.abort(outcome);
-        return Waited::Badly;
+        return Waited::Failed;
     }
 
     void record(Outcome outcome, Wait wait, const WaitCondition& need) {

@@ -6,14 +6,14 @@
 namespace ep {
 
 // Fabric over mapped heaps: ranks of one process on one GPU, or of processes of one machine through
-// CUDA IPC and peer access. Between nodes of such a machine rows are packed in place; a put (of
-// counts) is a copy, and a signal a release store.
+// CUDA virtual memory or CUDA IPC, and peer access. Between nodes of such a machine rows are packed
+// in place; a put (of counts) is a copy, and a signal a release store.
 class P2pFabric;
 
 struct P2pFabricParams {
     using Fabric = P2pFabric;
     static constexpr int kMaxLocalRanks = 32;
-    static constexpr bool kMergesNotify = true;
+    static constexpr bool kFusesNotify = true;
     static constexpr bool kOverHost = false;
 
     Topology topology;

@@ -23,7 +23,7 @@ class NcclFabric;
 struct NcclFabricParams {
     using Fabric = NcclFabric;
     static constexpr int kMaxLocalRanks = 1;
-    static constexpr bool kMergesNotify = false;
+    static constexpr bool kFusesNotify = false;
     static constexpr bool kOverHost = false;
 
     Topology topology;

@@ -24,7 +24,7 @@ class NvshmemFabric;
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
     static constexpr int kMaxLocalRanks = 1;
-    static constexpr bool kMergesNotify = false;
+    static constexpr bool kFusesNotify = false;
     static constexpr bool kOverHost = false;
 
     Topology topology;

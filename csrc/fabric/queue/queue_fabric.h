@@ -20,7 +20,7 @@ class QueueFabric;
 struct QueueFabricParams {
     using Fabric = QueueFabric;
     static constexpr int kMaxLocalRanks = 1;
-    static constexpr bool kMergesNotify = false;
+    static constexpr bool kFusesNotify = false;
     static constexpr bool kOverHost = true;
 
     Topology topology;

@@ -66,7 +66,7 @@ struct SendQueue {
 
     // Writes bytes [src, src + bytes) of this rank's region to [dst, dst + bytes) of that of
     // `peer`. It is not carried out before a later entry rings. Returns false, with nothing posted,
-    // if a wait ended badly.
+    // if a wait failed.
     template <class W>
     EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
         return post(warp, peer, false,
@@ -204,7 +204,7 @@ struct SendQueue {
 // Posts one entry per lane in the mask, each to its own queue: entry_of(lane, queue, index) to
 // queue_of(lane), which leads to peer_of(lane). rings: whether what was posted may be taken now. A
 // lane posts when its turn has come and does not wait for those of other lanes: two warps could
-// wait for each other. Returns false if a wait ended badly.
+// wait for each other. Returns false if a wait failed.
 template <class W, class QueueOf, class PeerOf, class EntryOf>
 EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, PeerOf&& peer_of,
                      EntryOf&& entry_of) {

@@ -33,7 +33,7 @@ std::shared_ptr<const Library> Library::load(const std::string& name) {
     // since rdma-core 35: 2 if the kernel copies for the child what cards know
     const auto fork_status = symbols.find_if_any<int (*)()>("ibv_is_fork_initialized");
     if (const int error = fork_init(); error && !(fork_status && fork_status() == 2))
-        library->forks_badly = std::strerror(error);
+        library->fork_error = std::strerror(error);
     return library;
 }
 

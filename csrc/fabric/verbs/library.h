@@ -16,7 +16,7 @@ class Library {
     static std::shared_ptr<const Library> load(const std::string& name);
 
     // Why a fork may take memory away from cards; "" if it does not.
-    std::string forks_badly;
+    std::string fork_error;
 
     Device** (*get_device_list)(int* count);
     void (*free_device_list)(Device** list);

@@ -12,7 +12,7 @@ class PendingCounts {
     EP_FN PendingCounts(const DeviceRank& rank, uint64_t* epochs, uint64_t epoch)
         : rank_(rank), epochs_(epochs), epoch_(epoch) {}
 
-    EP_FN bool there(DeviceWarp&) {
+    EP_FN bool known(DeviceWarp&) {
         if (are_there_) return true;
         bool seen = false;
         if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;
@@ -21,7 +21,7 @@ class PendingCounts {
         return are_there_;
     }
     EP_FN bool wait(DeviceWarp& warp) {
-        while (!there(warp)) {
+        while (!known(warp)) {
             if (is_aborted(rank_)) return false;
         }
         return true;
@@ -39,7 +39,7 @@ class PendingCounts {
 // which all receivers need.
 template <class L>
 EP_FN void run_fused_dispatch(const L& params, const WarpPosition<L>& position) {
-    const FusedDispatchArgs& args = params.args[position.index];
+    const DispatchCallArgs& args = params.args[position.index];
     const DeviceRank& rank = params.ranks[position.index];
     const Progress& progress = params.progress[position.index];
     const NotifyArgs notify = args.notify(progress.notifies() + 1);

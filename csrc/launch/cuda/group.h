@@ -60,7 +60,7 @@ class CudaGroup {
     const auto& count_times() const { return count_times_; }
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Launches notify and dispatch without waiting for the counts, as one kernel where possible.
-    void fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream);
+    void dispatch_without_wait(const std::vector<DispatchCallArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
     const std::vector<int>& ranks() const { return ranks_; }

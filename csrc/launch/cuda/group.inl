@@ -163,7 +163,7 @@ void CudaGroup<P>::load_kernels() const {
         load(kernels::dispatch_kernel<Dispatch>);
         load(kernels::own_rows_kernel<Dispatch>);
         load(kernels::intra_rank_permute_kernel<Dispatch>);
-        if constexpr (P::kMergesNotify)
+        if constexpr (P::kFusesNotify)
             load(kernels::fused_dispatch_kernel<FusedDispatchParams<P, kRanks>>);
         CombineLaunch<P, kRanks, false>::load_kernels();
         CombineLaunch<P, kRanks, true>::load_kernels();
@@ -279,10 +279,11 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
 }
 
 template <class P>
-void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream) {
+void CudaGroup<P>::dispatch_without_wait(const std::vector<DispatchCallArgs>& args,
+                                         CudaStream stream) {
     const auto passes = [](const DispatchArgs& a) { return has_intra_rank_pass(a); };
     const Topology& topology = heap_.topology;
-    if constexpr (P::kMergesNotify) {
+    if constexpr (P::kFusesNotify) {
         // The intra-rank pass and network roles cannot begin before the counts are there.
         if (topology.nodes == 1 && topology.world() > 1 &&
             std::none_of(args.begin(), args.end(), passes)) {

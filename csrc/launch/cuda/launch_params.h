@@ -44,7 +44,7 @@ using NotifyParams = LaunchParams<P, NotifyArgs, kRanks>;
 template <class P, int kRanks>
 using DispatchParams = LaunchParams<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
-using FusedDispatchParams = LaunchParams<P, FusedDispatchArgs, kRanks, DispatchRoles>;
+using FusedDispatchParams = LaunchParams<P, DispatchCallArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineParams = LaunchParams<P, CombineArgs, kRanks, CombineRoles>;
 

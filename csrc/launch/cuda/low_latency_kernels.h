@@ -67,7 +67,7 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
         if (kReceives)
             warp.template credit<Scope::System>(&calls.received[kind][call.bank], call.number);
     };
-    Ended ended = Ended::Badly;
+    Ended ended = Ended::Failed;
     if (!is_aborted(launch.rank)) {
         if (team.warp == team.warps / 4) {  // a warp that has no rows in small batches
             note(launch.rank.control->entered);
@@ -85,7 +85,8 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
     if (ended == Ended::Last) note(launch.rank.control->finished);
     if constexpr (kReceives) {
         uint64_t* joins = fabric.template own<uint64_t>(heap.receive_joins(kKind));
-        const bool last = ended == Ended::Badly ? is_last(warp, joins, team) : ended == Ended::Last;
+        const bool last =
+            ended == Ended::Failed ? is_last(warp, joins, team) : ended == Ended::Last;
         if (last && is_aborted(launch.rank)) poison(launch.args);
     }
 }

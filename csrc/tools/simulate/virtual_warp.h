@@ -283,13 +283,13 @@ class VirtualWarp : public SerialLanes {
             }
             if (abort_word()) {
                 record_missing(Outcome::Aborted, wait, count, need);
-                return ended(Waited::Badly);
+                return ended(Waited::Failed);
             }
             if (!in_time) {
                 if (ns < kTimeout) return ended(Waited::Over);
                 record_missing(Outcome::Timeout, wait, count, need);
                 abort(Outcome::Timeout);
-                return ended(Waited::Badly);
+                return ended(Waited::Failed);
             }
             fiber_.time += look / 2;  // a store comes between two loads
             in_time = clock_.sleep(fiber_, deadline);

@@ -43,7 +43,7 @@ class CudaGroup {
                 steady_clock::time_point(nanoseconds(3))};
     }
     void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
-    void fused_dispatch(const std::vector<FusedDispatchArgs>&, CudaStream) { Gate::pass(); }
+    void dispatch_without_wait(const std::vector<DispatchCallArgs>&, CudaStream) { Gate::pass(); }
     void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
     void drain() const { Gate::pass(); }
     void listen() {}

@@ -13,12 +13,12 @@ from rank_threads import run_together, thread_ranks
 import megatron_ep as ep
 from megatron_ep import reference
 
-pytestmark = pytest.mark.usefixtures("closed_afterwards", "launches_ahead")
+pytestmark = pytest.mark.usefixtures("closed_afterwards", "speculates")
 EXPERTS, HIDDEN = 8, 40
 
 
 @pytest.fixture
-def launches_ahead(monkeypatch):
+def speculates(monkeypatch):
     monkeypatch.setattr(ranks_as_threads, "HostBackend", AheadBackend)
 
 

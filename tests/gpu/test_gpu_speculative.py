@@ -30,9 +30,9 @@ def run_steps(nodes, local_pass, layout):
         rank, backend, guesses = buffer.rank, buffer._group.live_backend(), []
         launch = backend.launch
 
-        def noted(group, call, phase, *given, part=None):
-            told = launch(group, call, phase, *given, part=part)
-            if phase == plan.AHEAD:
+        def noted(launcher, call, phase, *values, part=None):
+            told = launch(launcher, call, phase, *values, part=part)
+            if phase == plan.SPECULATIVE:
                 guesses.append(told[1])
             return told
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-MAX_KNOWN = 256
+MAX_CALLS = 256
 
 Signature = tuple[Any, ...]
 
@@ -48,7 +48,7 @@ def signature(settings: tuple[Any, ...], x: Any, ids: Any, weights: Any, *others
         return None
 
 
-class KnownCalls:
+class CallCache:
     """The keys of calls that passed their checks, and what was derived from their arguments."""
 
     def __init__(self) -> None:
@@ -65,6 +65,6 @@ class KnownCalls:
         """Keeps what was derived from arguments, unless their key is None."""
         if key is None:
             return
-        if len(self.known) >= MAX_KNOWN:
+        if len(self.known) >= MAX_CALLS:
             self.known.clear()
         self.known[key] = what
