@@ -2,7 +2,7 @@
 
     python tests/host_work.py [--processes N] [CHECKOUT ...]
 
-The calls of `tests/bench/run.py host` whose launches launch nothing, on tensors without memory; streams are stand-ins.
+Calls of both modes whose launches launch nothing, on tensors without memory; streams are stand-ins.
 Beside this checkout others, such as one of an earlier commit, each with its extension built in place: processes of each
 take turns. Prints microseconds of a call: a process's is that which a tenth of its rounds take at most, and of the
 processes the median.
@@ -12,14 +12,13 @@ import argparse
 import itertools
 import json
 import os
-import runpy
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +28,54 @@ import pybind11
 import torch
 import torch.distributed as dist
 
+import megatron_ep as ep
+
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "tests" / "csrc"
 CALLS, ROUNDS = 100, 40  # calls of a round: short, so that many rounds have the core to themselves
 SMS = 24
 DEVICE = torch.device("meta")
+TOKENS, HIDDEN, TOPK, EXPERTS = 128, 7168, 8, 64
+
+
+def calls_of(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
+    """The calls that are measured, of both modes."""
+    x = torch.randn(TOKENS, HIDDEN, device=DEVICE).bfloat16()
+    leaf = x.clone().requires_grad_()
+    weights, ids = torch.rand(TOKENS, EXPERTS, device=DEVICE).topk(TOPK, dim=1)
+    low_latency = ep.LowLatency(buffer, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK)
+    received = low_latency.dispatch(x, ids, weights)
+    rows, handle = received.x, received.handle
+
+    def dispatch(layout: str, rows: torch.Tensor = x) -> ep.Received:
+        return ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
+
+    normal, flat = dispatch("grouped"), dispatch("flat")
+    differentiable = normal.x.clone().requires_grad_()
+
+    def dispatch_hook() -> None:
+        _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+        hook()
+
+    def combine_hook() -> None:
+        _, hook = low_latency.combine(rows, handle, weights, return_recv_hook=True)
+        hook()
+
+    return {
+        "low-latency dispatch": lambda: low_latency.dispatch(x, ids),
+        "low-latency combine": lambda: low_latency.combine(rows, handle, weights),
+        "low-latency dispatch, hook": dispatch_hook,
+        "low-latency combine, hook": combine_hook,
+        "dispatch from scratch": lambda: dispatch("grouped"),
+        "dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=normal.handle),
+        "combine": lambda: ep.combine(normal.x, normal.handle),
+        "dispatch from scratch, gradient": lambda: dispatch("grouped", leaf),
+        "dispatch again, gradient": lambda: ep.dispatch(leaf, topk_weights=weights, handle=normal.handle),
+        "combine, gradient": lambda: ep.combine(differentiable, normal.handle),
+        "flat dispatch from scratch": lambda: dispatch("flat"),
+        "flat dispatch again": lambda: ep.dispatch(x, handle=flat.handle),
+        "flat combine": lambda: ep.combine(flat.x, flat.handle),
+    }
 
 
 def build(checkout: Path, folder: Path, *flags: str) -> None:
@@ -58,13 +100,10 @@ def measure(rounds: int) -> dict[str, float]:
     """Microseconds of each call, of the checkout whose package and `launchless` this process imports."""
     import launchless
 
-    import megatron_ep as ep
     from megatron_ep import _C
     from megatron_ep.buffer import cuda
     from megatron_ep.buffer import low_latency as backends
     from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
-
-    host = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "bench" / "host_calls.py")))
 
     def connect(group: Any, max_tokens: int, largest: Any, mask_timeout: None) -> tuple[Any, ...]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
@@ -86,12 +125,12 @@ def measure(rounds: int) -> dict[str, float]:
         mock.patch.object(torch.Tensor, "data_ptr", itertools.repeat(64).__next__),  # for tensors without memory
         mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: stream.cuda_stream, create=True),
         mock.patch.object(backends, "connect", connect),
-        ep.Buffer(None, ep.Config(num_experts=host.EXPERTS, num_sms=SMS, timeout=10), device="cpu") as buffer,
+        ep.Buffer(None, ep.Config(num_experts=EXPERTS, num_sms=SMS, timeout=10), device="cpu") as buffer,
     ):
         group = buffer._group
         group.device = DEVICE
         group._backend = cuda.CudaBackend(Connection(launchless.group(group.heap)), group.heap, DEVICE, SMS)
-        calls = host.calls_of(host.Inputs(DEVICE), buffer)
+        calls = calls_of(buffer)
         for _ in range(rounds):
             for name, call in calls.items():
                 start = time.perf_counter()

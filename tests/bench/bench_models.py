@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_ep.tools.arguments import add_rounds, positive
 from megatron_ep.tools.bench.gpu_case import draw_experts
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
-from megatron_ep.tools.bench.report import PERCENTILES, WHAT, Report, make_record, relative
+from megatron_ep.tools.bench.report import PERCENTILES, WHAT, Measured, Report, relative, slowest
 from megatron_ep.tools.bench.timing import host_timer, meet, time_rounds
 from megatron_ep.tools.job_ranks import own_gpu
 
@@ -42,7 +42,6 @@ MODELS = (
     Case("Mixtral", 4096, 8, 2),
     Case("DeepSeek-V3", 7168, 256, 8),
 )
-Seconds = dict[str, list[float]]  # of each round by implementation
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,20 +55,13 @@ def main(argv: Sequence[str]) -> int:
         report = Report(arguments.json, ranks.rank)
         by_rank = ranks.run(measure, cases, "cuda", arguments.warmup, arguments.iters)
         for case, same in zip(cases, zip(*by_rank, strict=True), strict=True):
-            records = [
-                make_record(case, "forward+backward", name, slowest(same, name), 0, **case._asdict())
-                for name in same[0]
-            ]
+            records = [slowest(of_implementation) for of_implementation in zip(*same, strict=True)]
             columns = WHAT | PERCENTILES | relative("/ all-to-all", "megatron_alltoall", records)
             report.add(f"{ranks.world_size} GPUs, {case}", records, columns)
     return 0
 
 
-def slowest(by_rank: Sequence[Seconds], name: str) -> list[float]:
-    return [max(of_round) for of_round in zip(*(seconds[name] for seconds in by_rank), strict=True)]
-
-
-def measure(cases: Sequence[Case], device: str, warmup: int, iterations: int) -> list[Seconds]:
+def measure(cases: Sequence[Case], device: str, warmup: int, iterations: int) -> list[list[Measured]]:
     """Runs on every rank, with "cuda" or, for tests, "cpu". Raises AssertionError if the implementations differ."""
     if device == "cuda":
         torch.cuda.set_device(own_gpu())
@@ -88,7 +80,10 @@ def measure(cases: Sequence[Case], device: str, warmup: int, iterations: int) ->
         steps = _steps(case, device, groups)
         _check_equal({name: step() for name, step in steps.items()})
         timers = {name: host_timer(step, before=meet, after=torch.cuda.synchronize) for name, step in steps.items()}
-        measured.append(time_rounds(timers, warmup, iterations))
+        seconds = time_rounds(timers, warmup, iterations)
+        measured.append(
+            [Measured(str(case), "forward+backward", name, seconds[name], 0, case._asdict()) for name in timers]
+        )
         meet()
         close_buffers()
     return measured

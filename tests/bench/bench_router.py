@@ -1,8 +1,7 @@
-"""`tests/bench/run.py router`: the fused gate beside Megatron's unfused function and its torch.compile, in one run.
+"""`tests/bench/run.py router`: the fused gate beside Megatron's unfused function, in one run.
 
 All take the same logits, in turns. `ours` computes what our dispatcher takes (ids, weights, counts), `ours_dense` also
-what Megatron's interface wants (probs and map [T, E]), as `megatron` and `compiled` do. T tokens, E experts, K choices
-of a token.
+what Megatron's interface wants (probs and map [T, E]), as `megatron` does. T tokens, E experts, K choices of a token.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
 from megatron_ep.router.api import grouped_topk
 from megatron_ep.tools.arguments import add_rounds, positive, require_memory
-from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
-from megatron_ep.tools.bench.timing import GRAPH_CALLS, Timer, cuda_timer, host_timer, time_rounds
+from megatron_ep.tools.bench.report import EXTREMES, WHAT, Record, Report, make_record, relative
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Timer, captured, cuda_timer, host_timer, time_rounds
 
 PHASES = ("forward", "forward+backward")
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -31,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     report = Report(arguments.json)
     with_megatron = megatron_side.is_installed()
     if not with_megatron:
-        report.say("\nmegatron and compiled skipped: megatron-core is not installed")
+        report.say("\nmegatron skipped: megatron-core is not installed")
     for tokens in arguments.tokens:
-        records = _measure(tokens, arguments, with_megatron, report)
-        report.add(records[0]["case"], records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
+        records = _measure(tokens, arguments, with_megatron)
+        report.add(records[0]["case"], records, WHAT | EXTREMES | relative("/ ours", "ours", records))
     return 0
 
 
@@ -49,7 +48,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
     parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
     add_rounds(parser, warmup=3, iters=15)
-    parser.add_argument("--no-compile", action="store_true", help="omit torch.compile, which takes a minute")
     usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
     arguments = parser.parse_args(argv)
@@ -70,13 +68,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool, report: Report) -> list[Record]:
+def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) -> list[Record]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, arguments.experts, generator=generator).to(arguments.device).requires_grad_()
     bias = (torch.randn(arguments.experts, generator=generator) / 100).to(arguments.device)
     gates = _make_gates(arguments, bias, with_megatron)
-    if "compiled" in gates and not _compiles(gates["compiled"], logits, report):
-        del gates["compiled"]
     _check_equal(gates, logits)
 
     timers = {(name, phase): _make_timer(gates[name], logits, phase) for name in gates for phase in PHASES}
@@ -89,7 +85,7 @@ def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool, re
         tokens=tokens,
     )
     return [
-        make_record(f"{sizes} {arguments.device}", phase, name, times, _bytes(name, phase, tokens, arguments), **more)
+        make_record(f"{sizes} {arguments.device}", phase, name, times, 0, **more)
         for (name, phase), times in seconds.items()
     ]
 
@@ -117,20 +113,7 @@ def _make_gates(arguments: argparse.Namespace, bias: torch.Tensor, with_megatron
         from megatron_ep.megatron.router import topk_routing_with_score_function as unfused
 
         gates["megatron"] = lambda logits: unfused(logits, arguments.topk, **options)[0]
-        if not arguments.no_compile:
-            compiled = torch.compile(unfused)
-            gates["compiled"] = lambda logits: compiled(logits, arguments.topk, **options)[0]
     return gates
-
-
-def _compiles(gate: Gate, logits: torch.Tensor, report: Report) -> bool:
-    try:
-        gate(logits).sum().backward()
-        return True
-    except Exception as error:  # whatever a compiler may run into on the machine at hand
-        first_line = str(error).strip().partition("\n")[0]
-        report.say(f"\ncompiled skipped: torch.compile failed: {type(error).__name__}: {first_line}")
-        return False
 
 
 def _check_equal(gates: dict[str, Gate], logits: torch.Tensor) -> None:
@@ -146,7 +129,9 @@ def _make_timer(gate: Gate, logits: torch.Tensor, phase: str) -> Timer:
     wait = torch.cuda.synchronize if logits.is_cuda else lambda: None
     if phase == "forward":
         leaf = logits.detach()
-        return _graph_timer(lambda: gate(leaf)) if logits.is_cuda else host_timer(lambda: gate(leaf))
+        if logits.is_cuda:
+            return cuda_timer(captured(lambda: gate(leaf)).replay, GRAPH_CALLS)
+        return host_timer(lambda: gate(leaf))
     grad = torch.randn_like(gate(logits))
 
     def forward_and_backward() -> None:
@@ -154,21 +139,3 @@ def _make_timer(gate: Gate, logits: torch.Tensor, phase: str) -> Timer:
         gate(logits).backward(grad)
 
     return host_timer(forward_and_backward, before=wait, after=wait)
-
-
-def _graph_timer(function: Callable[[], Any]) -> Timer:
-    for _ in range(3):
-        function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            function()
-    return cuda_timer(graph.replay, GRAPH_CALLS)
-
-
-def _bytes(name: str, phase: str, tokens: int, arguments: argparse.Namespace) -> int:
-    """What has to be read and written at least."""
-    logits = tokens * arguments.experts * 4
-    outputs = tokens * arguments.topk * (8 + 4) if name == "ours" else tokens * arguments.experts * (4 + 1)
-    backward = 2 * logits + outputs  # logits and gradients of the outputs in, gradients of the logits out
-    return logits + outputs + (backward if phase == "forward+backward" else 0)

@@ -1,8 +1,6 @@
 """Runs a benchmark that answers a question of the developers: python tests/bench/run.py NAME, each with its --help.
 
 The modules bench_NAME.py of this folder, which take the loop and the report of `megatron-ep bench`:
-    compare    two JSON files of one benchmark
-    host       what the host does for a call on a GPU
     models     dispatch and combine of a layer of four models in training, on several GPUs, and Megatron's all-to-all
     router     the gate, on the CPU or a GPU
     sequences  attention on other ranks: the way there and back, and what balance gains
@@ -13,7 +11,7 @@ import sys
 
 from megatron_ep.tools.bench.main import run
 
-NAMES = ("compare", "host", "models", "router", "sequences")
+NAMES = ("models", "router", "sequences")
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from megatron_ep import megatron as megatron_side
 def test_the_gate(tmp_path, capsys):
     file = tmp_path / "router.json"
     sizes = ("--tokens", "7", "9", "--experts", "32", "--topk", "4", "--groups", "4", "--group-topk", "2")
-    rounds = ("--iters", "2", "--warmup", "1", "--no-compile", "--device", "cpu")
+    rounds = ("--iters", "2", "--warmup", "1", "--device", "cpu")
     assert router.main([*sizes, *rounds, "--json", str(file)]) == 0
     records = json.loads(file.read_text())["records"]
     gates = {"ours", "ours_dense"} | ({"megatron"} if megatron_side.is_installed() else set())
