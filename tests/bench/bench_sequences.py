@@ -5,9 +5,7 @@ Documents of lengths drawn between two bounds, T tokens for each rank. A round's
 CUDA events.
 
 The way, by a plan of the planner: "ours" beside torch's all-to-all (NCCL; gloo on the host) with its copies, into the
-order of ranks and from there to their places, and beside plain copies: "copy_across" to a neighbouring GPU of the bytes
-that leave a rank, "copy_within" of those that stay. GB/s: the bytes that leave the rank that sends most; of
-"copy_within" those that stay where most do.
+order of ranks and from there to their places.
 
 Attention: "at_home", each rank its own documents; "balanced" by that plan; "context_parallel", in the layout of
 Megatron's context parallelism over all ranks. A "step" is attention with its ways: there and back where balanced; with
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sequence_baselines import AllToAll, Attention, attention_of, kernel_of
-from sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
+from sequence_case import DTYPES, Case, draw_documents, load, plans_of
 
 import megatron_ep as ep
 from megatron_ep.meeting import job
@@ -35,7 +33,7 @@ from megatron_ep.sequences.plan import SequencePlan
 from megatron_ep.tools.arguments import add_rounds, positive, require_memory, seconds
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.gpus import Measured, slowest
-from megatron_ep.tools.bench.report import EXTREMES, RATE, WHAT, Columns, Report, relative
+from megatron_ep.tools.bench.report import EXTREMES, WHAT, Columns, Report, relative
 from megatron_ep.tools.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, meet, time_rounds
 from megatron_ep.tools.job_ranks import JobRanks, own_gpu
 from megatron_ep.tools.local_ranks import LocalRanks
@@ -64,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         by_rank = ranks.run(measure, case, ranks.topology, arguments.warmup, arguments.iters)
     records = [slowest(same) for same in zip(*by_rank, strict=True)]
     way = [record for record in records if record["phase"] not in OF_ATTENTION]
-    report.add("the way, the slowest rank", way, WHAT | EXTREMES | RATE | relative("/ ours", "ours", way))
+    report.add("the way, the slowest rank", way, WHAT | EXTREMES | relative("/ ours", "ours", way))
     attention = [record for phase in OF_ATTENTION for record in records if record["phase"] == phase]
     ratio = relative("/ balanced", "balanced", attention)
     title = f"attention by {attention[0]['kernel']}, the slowest rank"
@@ -163,16 +161,15 @@ class _Rounds:
         phase: str,
         name: str,
         step: Step,
-        size: int = 0,
         *,
         start_alike: bool = False,
-        more: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
-        """size: bytes. start_alike: whether ranks wait for each other before each round on a GPU, for steps that end at
-        different times. more: of the record."""
+        """start_alike: whether ranks wait for each other before each round on a GPU, for steps that end at different
+        times. more: of the record."""
         timer = self._timer(step, start_alike)
         [times] = time_rounds({0: timer}, self._warmup, self._iterations, when_warm=meet).values()
-        self.measured.append(Measured(str(self._case), phase, name, times, size, {**self._settings, **(more or {})}))
+        self.measured.append(Measured(str(self._case), phase, name, times, 0, self._settings | more))
 
     def _timer(self, step: Step, start_alike: bool) -> Timer:
         if self._case.device == "cpu":
@@ -217,7 +214,7 @@ def _without_gradients(function: Callable[..., Any], inputs: Tensors) -> Any:
 def _measure_way(
     case: Case, plan: SequencePlan, dispatcher: SequenceDispatcher, group: dist.ProcessGroup, rounds: _Rounds
 ) -> None:
-    rank, rows = dist.get_rank(), _Rows(case, plan)
+    rows = _Rows(case, plan)
     of_q, of_kv = _exchanges(plan, case, group)
 
     def their_dispatch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -245,36 +242,12 @@ def _measure_way(
     torch.testing.assert_close(ours, theirs)
     del ours, theirs
 
-    of_ranks = [crossings_of(plan, case.row_bytes, number) for number in range(case.world_size)]
-    own = of_ranks[rank]
-    copies = _copies(case, max(max(of_part.sent, of_part.stays) for of_part in own.values()))
-    parts_of = {
-        "dispatch": ("dispatch",),
-        "return": ("return",),
-        "both": ("dispatch", "return"),
-        "both" + GRADIENTS: ("dispatch", "return", "gradients"),
-    }
-    for phase, parts in parts_of.items():
-        sent = max(sum(crossings[part].sent for part in parts) for crossings in of_ranks)
-        stays = max(sum(crossings[part].stays for part in parts) for crossings in of_ranks)
-        for name, (dispatch, back) in ways.items():
-            both = both_of(dispatch, back)
-            steps: dict[str, Step] = {
-                "dispatch": partial(_without_gradients, dispatch, rows.qkv),
-                "return": partial(_without_gradients, back, there[:1]),
-                "both": partial(_without_gradients, both, rows.qkv),
-                "both" + GRADIENTS: partial(_with_gradients, both, rows.qkv, gradients),
-            }
-            rounds.time(phase, name, steps[phase], sent)
-        for name, copy in copies.items():
-            is_across = name == "copy_across"
-            amounts = [own[part].sent if is_across else own[part].stays for part in parts]
-            rounds.time(phase, name, partial(_all, copy, amounts), sent if is_across else stays)
-
-
-def _all(copy: Callable[[int], None], amounts: Sequence[int]) -> None:
-    for amount in amounts:
-        copy(amount)
+    for name, (dispatch, back) in ways.items():
+        both = both_of(dispatch, back)
+        rounds.time("dispatch", name, partial(_without_gradients, dispatch, rows.qkv))
+        rounds.time("return", name, partial(_without_gradients, back, there[:1]))
+        rounds.time("both", name, partial(_without_gradients, both, rows.qkv))
+        rounds.time("both" + GRADIENTS, name, partial(_with_gradients, both, rows.qkv, gradients))
 
 
 def _exchanges(plan: SequencePlan, case: Case, group: dist.ProcessGroup) -> tuple[AllToAll, AllToAll]:
@@ -284,24 +257,6 @@ def _exchanges(plan: SequencePlan, case: Case, group: dist.ProcessGroup) -> tupl
         AllToAll.build(plan.q_moves(), plan, rank, group, is_sum=False, device=case.device),
         AllToAll.build(plan.kv_moves(), plan, rank, group, is_sum=True, device=case.device),
     )
-
-
-def _copies(case: Case, size: int) -> dict[str, Callable[[int], None]]:
-    """Copies of so many bytes, at most `size`: to a neighbouring GPU, where this process sees another, and on the rank
-    itself."""
-    targets = {"copy_across": case.device, "copy_within": case.device}
-    if case.device == "cuda":
-        neighbour = (own_gpu() + 1) % torch.cuda.device_count()
-        if neighbour == own_gpu():
-            del targets["copy_across"]
-        else:
-            targets["copy_across"] = f"cuda:{neighbour}"
-    source = torch.zeros(size, dtype=torch.uint8, device=case.device)
-
-    def copy(target: torch.Tensor, amount: int) -> None:
-        target[:amount].copy_(source[:amount])
-
-    return {name: partial(copy, torch.zeros_like(source, device=device)) for name, device in targets.items()}
 
 
 def _measure_attention(
@@ -323,16 +278,16 @@ def _measure_attention(
             torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
         del out
         operations = 4 * case.width * case.query_heads * int(plan.attention_pairs.max())
-        steps: dict[str, tuple[Step, float]] = {}
         for phase, function, inputs, gradients in (
             ("attention", attention, there, rows.draw(tables.num_q_rows)),
             ("step", step, rows.qkv, [rows.out_grad]),
         ):
-            steps[phase] = partial(_without_gradients, function, inputs), 1
-            steps[phase + GRADIENTS] = partial(_with_gradients, function, inputs, gradients), 1 + BACKWARD_WORK
-        for phase, (one, work) in steps.items():
-            more = {"load": load(plan), "kernel": kernel, "operations": work * operations}
-            rounds.time(phase, name, one, start_alike=True, more=more)
+            for more, one, work in (
+                ("", partial(_without_gradients, function, inputs), 1),
+                (GRADIENTS, partial(_with_gradients, function, inputs, gradients), 1 + BACKWARD_WORK),
+            ):
+                facts = {"load": load(plan), "kernel": kernel, "operations": work * operations}
+                rounds.time(phase + more, name, one, start_alike=True, **facts)
 
 
 def _step_of(

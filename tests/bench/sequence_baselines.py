@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sequence_case import DTYPES, Case
+from sequence_case import Case
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_ep.sequences import reference
-from megatron_ep.sequences.plan import Moves, RankTables, SequencePlan, Shard
+from megatron_ep.sequences.plan import Moves, RankTables, SequencePlan
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -119,27 +119,11 @@ def attention_of(case: Case, tables: RankTables, kernel: str) -> Attention:
 
 
 def kernel_of(case: Case) -> str:
-    """What computes attention: on a GPU Transformer Engine, where it is installed and has a kernel for the case, else
-    torch's flash attention, segment by segment; plain torch on the host."""
+    """What computes attention: on a GPU Transformer Engine where it is installed, else torch's flash attention, segment
+    by segment; plain torch on the host."""
     if case.device == "cpu":
         return "plain torch"
-    return "Transformer Engine" if _has_transformer_engine(case) else "torch's flash attention"
-
-
-def _has_transformer_engine(case: Case) -> bool:
-    if importlib.util.find_spec("transformer_engine") is None:
-        return False
-    # A whole document, and the end of another.
-    plan = SequencePlan.build([Shard(0, 0, 0, 0, 64), Shard(1, 0, 1, 1, 64), Shard(1, 1, 1, 0, 32)], 2)
-    tables, shape = plan.of_rank(0), dict(device=case.device, dtype=DTYPES[case.dtype])
-    q = torch.randn(tables.num_q_rows, case.query_heads, case.width, **shape, requires_grad=True)  # type: ignore[call-overload]
-    k, v = torch.randn(2, tables.num_kv_rows, case.kv_heads, case.width, **shape)  # type: ignore[call-overload]
-    try:
-        _transformer_engine(case, tables)(q, k, v).sum().backward()
-        torch.cuda.synchronize()
-    except Exception:  # whatever it lacks on this machine
-        return False
-    return True
+    return "Transformer Engine" if importlib.util.find_spec("transformer_engine") else "torch's flash attention"
 
 
 def _transformer_engine(case: Case, tables: RankTables) -> Attention:

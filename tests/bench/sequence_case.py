@@ -99,31 +99,3 @@ def plans_of(case: Case) -> dict[str, SequencePlan]:
 def load(plan: SequencePlan) -> float:
     """Attention of the busiest rank over the mean."""
     return float(plan.attention_pairs.max() / plan.attention_pairs.double().mean())
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Bytes that a rank sends to others, and that stay on it."""
-
-    sent: int
-    stays: int
-
-    def __add__(self, other: Crossing) -> Crossing:
-        return Crossing(self.sent + other.sent, self.stays + other.stays)
-
-
-def crossings_of(plan: SequencePlan, row_bytes: RowBytes, rank: int) -> dict[str, Crossing]:
-    """Returns the crossings of a rank by phase: dispatch, the output's return, and the gradients of both, back."""
-
-    def crossing(rows: torch.Tensor, size: int) -> Crossing:
-        stays = int(rows[rank, rank])
-        return Crossing((int(rows[rank].sum()) - stays) * size, stays * size)
-
-    dispatch = crossing(plan.q_rows, row_bytes.q) + crossing(plan.kv_rows, row_bytes.kv)
-    returned = crossing(plan.q_rows.T, row_bytes.out)
-    gradients = (
-        crossing(plan.q_rows, row_bytes.out)
-        + crossing(plan.q_rows.T, row_bytes.q)
-        + crossing(plan.kv_rows.T, row_bytes.kv)
-    )
-    return {"dispatch": dispatch, "return": returned, "gradients": gradients}

@@ -10,7 +10,7 @@ import run
 import torch
 from nightly import at_night
 from sequence_baselines import attention_of
-from sequence_case import Case, crossings_of, draw_documents, plans_of
+from sequence_case import Case, draw_documents, plans_of
 
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.planner import bytes_between
@@ -18,7 +18,7 @@ from megatron_ep.sequences.planner import bytes_between
 SIZES = ["--device", "cpu", "--tokens", "192", "--documents", "8", "128", "--head-dim", "8"]
 HEADS = ["--query-heads", "4", "--kv-heads", "2"]
 ROUNDS = ["--iters", "2", "--warmup", "1", "--timeout", "60"]
-WAYS, LAYOUTS = ("ours", "all_to_all", "copy_across", "copy_within"), ("at_home", "balanced", "context_parallel")
+WAYS, LAYOUTS = ("ours", "all_to_all"), ("at_home", "balanced", "context_parallel")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", at_night("fp32")])
@@ -35,21 +35,9 @@ def test_records(tmp_path, capsys, dtype):
     }
     case = Case(draw_documents(192, 8, 128, world, 0), 4, 2, 8, dtype, "cpu")
     plans = plans_of(case)
-    q, kv, _ = case.row_bytes
-    sent = plans["balanced"].q_rows * q + plans["balanced"].kv_rows * kv
-    most = int(sent.fill_diagonal_(0).sum(1).max())
-    assert most > 0
     for record in records.values():
         assert 0 < record["seconds_min"] <= record["seconds"] <= record["seconds_max"]
         assert (record["case"], record["documents"]) == (str(case), case.documents)
-    assert records["dispatch", "ours"]["bytes"] == most
-    of_ranks = [crossings_of(plans["balanced"], case.row_bytes, rank) for rank in range(world)]
-    sent, stays = 0, 0  # sums by rank: one sends most there, another back
-    for phase, part in (("dispatch", "dispatch"), ("both", "return"), ("both + gradients", "gradients")):
-        sent += torch.tensor([crossings[part].sent for crossings in of_ranks])
-        stays += torch.tensor([crossings[part].stays for crossings in of_ranks])
-        for way in WAYS:
-            assert records[phase, way]["bytes"] == (stays if way == "copy_within" else sent).max(), (phase, way)
     for layout, plan in plans.items():
         pairs = plan.attention_pairs
         assert records["attention", layout]["operations"] == 4 * 8 * 4 * pairs.max().item()
@@ -70,7 +58,7 @@ def test_documents(world):
 
 
 @pytest.mark.parametrize("world", [2, 5])
-def test_plans_and_what_crosses(world):
+def test_plans(world):
     case = Case(draw_documents(4000, 40, 3000, world, 0), 4, 2, 8, "bf16", "cpu")
     plans = plans_of(case)
     rows = [4000] * world
@@ -79,13 +67,6 @@ def test_plans_and_what_crosses(world):
     assert plans["context_parallel"].attention_pairs.unique().numel() == 1
     most = {name: plan.attention_pairs.max() for name, plan in plans.items()}
     assert most["balanced"] < most["at_home"]
-    between = bytes_between(plans["balanced"], case.row_bytes).sum(1)
-    for rank in range(world):
-        crossings = crossings_of(plans["balanced"], case.row_bytes, rank)
-        assert (crossings["dispatch"] + crossings["return"]).sent == between[rank]
-        assert crossings["return"].stays == plans["balanced"].q_rows[rank, rank] * case.row_bytes.out
-    sent = [crossings_of(plans["balanced"], case.row_bytes, rank) for rank in range(world)]
-    assert sum(s["gradients"].sent for s in sent) == between.sum(), "the same bytes travel back"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
