@@ -30,7 +30,7 @@ def gpus_taken():
     return max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
 
 
-def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, timed_from=0, **variables):
+def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, **variables):
     """Starts it; give what is returned to `finish`.
 
     Args:
@@ -40,7 +40,7 @@ def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, ti
         words: flags of pretrain_gpt.py beside the recipe's.
         ep_flags: options of megatron_ep.pretrain beside the recipe's; None: the script without this project.
         dispatcher: class that every MoE layer must have.
-        timed_from: see `tests/gpu/train_slice_rank.py`, as for `variables`.
+        variables: see `tests/gpu/train_slice_rank.py`.
     """
     result, log = out / f"{slug}.json", out / f"{slug}.log"
     result.unlink(missing_ok=True)
@@ -56,8 +56,6 @@ def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, ti
         "MEGATRON_LM": str(tree),
         "PYTHONPATH": os.pathsep.join([str(Path(tree).resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "RESULT": str(result),
-        "STEPS": str(recipe.train.train_iters),
-        "TIMED_FROM": str(timed_from),
     }
     ranks = str(recipe.topology.world_size)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
