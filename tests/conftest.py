@@ -98,17 +98,17 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_generate_tests(metafunc):
-    """A test with an argument `device` runs on the host and on a GPU, where there is one; one with an argument `lines`
+    """A test with an argument `device` runs on the host and on a GPU; one with an argument `lines`
     both through rings and by lines."""
     if "lines" in metafunc.fixturenames:
         metafunc.parametrize("lines", [False, True], ids=["rings", "lines"])
     if "device" in metafunc.fixturenames:
-        devices = ["cpu"] if skips.no_gpu() else ["cpu", "cuda"]
-        metafunc.parametrize("device", devices, scope="module")
+        gpu = pytest.param("cuda", marks=pytest.mark.needs(skips.no_gpu()))
+        metafunc.parametrize("device", ["cpu", gpu], scope="module")
 
 
 def pytest_collection_modifyitems(items):
-    skips.collapse(items)
+    skips.skip(items)
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from nightly import at_night
+from skips import missing
 
 import megatron_ep.deep_ep
 
-pytestmark = pytest.mark.needs(
-    None if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core") else "megatron.core"
-)
+pytestmark = pytest.mark.needs(missing("megatron.core"))
 
 RECOMPUTE = {"moe_router_topk": 3, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
 SHARED = {"moe_router_topk": 3, "moe_shared_expert_intermediate_size": 24}

@@ -7,8 +7,7 @@ from skips import missing
 
 from megatron_ep.tools.local_ranks import LocalRanks
 
-LACK = missing("megatron.core")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+pytestmark = pytest.mark.needs(missing("megatron.core"))
 
 ROUNDS = 6
 

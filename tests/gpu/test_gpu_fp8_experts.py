@@ -7,8 +7,7 @@ import pytest
 import torch
 from skips import missing
 
-LACK = missing("megatron.core", "transformer_engine")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+pytestmark = pytest.mark.needs(missing("megatron.core", "transformer_engine"))
 
 W, ALIGNMENT = (4 if torch.cuda.device_count() >= 4 else 2), 16
 HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}

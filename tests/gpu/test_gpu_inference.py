@@ -7,8 +7,7 @@ import pytest
 import torch
 from skips import missing
 
-LACK = missing("megatron.core")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+pytestmark = pytest.mark.needs(missing("megatron.core"))
 
 W, BATCH, NEW, MOST = 2, 4, 8, "moe_low_latency_max_tokens"
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from skips import missing
 
-LACK = missing("megatron.core")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+pytestmark = pytest.mark.needs(missing("megatron.core"))
 
 W, T, FACTOR = 2, 96, "moe_expert_rank_capacity_factor"
 

@@ -14,8 +14,7 @@ from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start
 
 from megatron_ep.training import script_recipe
 
-LACK = missing("megatron.core", "transformer_engine") or megatron_trees.LACK
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"needs {LACK}")
+pytestmark = pytest.mark.needs(missing("megatron.core", "transformer_engine") or megatron_trees.LACK)
 
 LIMIT = 200.0
 BF16 = ("precision.fp8_format=null", "precision.fp8_recipe=null", "precision.moe_router_padding_for_quantization=false")

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from skips import missing
 
 W = 2
-LACK = missing("megatron.core", "transformer_engine") or (None if torch.cuda.device_count() >= W else "a second GPU")
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is missing")
+LACK = None if torch.cuda.device_count() >= W else "there is no second GPU"
+pytestmark = pytest.mark.needs(missing("megatron.core", "transformer_engine") or LACK)
 
 # Rank 0 has most attention to compute: of its longest document it gives the end.
 LENGTHS = ([2500, 36, 512], [300, 7, 640, 1000, 101])

@@ -9,13 +9,10 @@ import training_runs
 from skips import missing
 from training_runs import deterministic, finish, kill_rank, rows, running, start, until_training
 
-LACK = missing("megatron.core", "pydantic")
 ON_GPU = training_runs.RECIPES / "tiny_moe_gpu.yaml"
 STEPS, SAVED = 18, 8
 run = functools.partial(training_runs.run, ON_GPU)
-
-
-pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+pytestmark = pytest.mark.needs(missing("megatron.core", "pydantic"))
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def turn(alone, folder=None):
+def turn(alone):
     """While nobody else's lasts, if `alone` or that one is. Whoever waits lets nobody begin after it."""
-    place = Path(folder or tempfile.gettempdir())
+    place = Path(tempfile.gettempdir())
     with open(place / "megatron_ep_gpu_queue", "w") as queue, open(place / "megatron_ep_gpu_turn", "w") as lock:
         fcntl.flock(queue, fcntl.LOCK_EX)
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

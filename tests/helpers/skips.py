@@ -1,7 +1,7 @@
-"""Tests that this machine cannot run: one skipped item for a file's tests, and one line for a reason at the end."""
+"""Tests that this machine cannot run, and one line for a reason at the end."""
 
 import importlib.util
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 import torch
@@ -22,64 +22,33 @@ def no_gpu():
 
 
 def missing(*modules):
-    """The first of these that is not installed, or None. Nothing but the packages that hold them is imported."""
+    """Says which of these is not installed, the first; None: all are. Nothing but the packages that hold them is
+    imported."""
     for name in modules:
         try:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             found = None
         if found is None:
-            return name
+            return f"{name} is not installed"
     return None
 
 
-class LeftOut(pytest.Item):
-    """Stands for `count` tests of its parent's file."""
-
-    def __init__(self, *, count, reason, **options):
-        super().__init__(**options)
-        self.reason = reason
-        self.user_properties.append(("left_out", count))
-
-    def runtest(self):
-        pytest.skip(self.reason)
-
-    def reportinfo(self):
-        return self.path, 0, self.name
-
-
-def collapse(items):
-    """Puts one LeftOut in the place of a file's tests that cannot run here: those in tests/gpu without a GPU, those
-    marked `needs(reason)` with a reason, and those of a `device` that is not there."""
+def skip(items):
+    """Skips tests that cannot run here: those in tests/gpu without a GPU, and those marked `needs(reason)` with a
+    reason."""
     gpu = no_gpu()
-    counts = Counter()
-    kept = []
     for item in items:
-        needs = item.get_closest_marker("needs")
-        reason = needs.args[0] if needs else gpu if item.path.parent.name == "gpu" else None
-        if reason is None:
-            kept.append(item)
-        else:
-            counts[item.parent, reason] += 1
-        if gpu and "device" in item.fixturenames:
-            counts[item.parent, gpu] += 1
-    items[:] = kept
-    for (file, reason), count in counts.items():
-        items.append(LeftOut.from_parent(file, name="left_out", count=count, reason=reason))
+        reasons = [gpu if item.path.parent.name == "gpu" else None, *(m.args[0] for m in item.iter_markers("needs"))]
+        for reason in filter(None, reasons):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def summary(skipped):
-    """A line for each reason, the most tests first.
-
-    Args:
-        skipped: pytest's reports of them.
-    """
-    tests, files = defaultdict(int), defaultdict(set)
+    """A line for each reason, the most tests first. skipped: pytest's reports."""
+    files = defaultdict(list)
     for report in skipped:
-        path, _, reason = report.longrepr
-        reason = reason.removeprefix("Skipped: ")
-        tests[reason] += dict(getattr(report, "user_properties", ())).get("left_out", 1)
-        files[reason].add(report.nodeid.partition("::")[0] or path)
-    for reason in sorted(tests, key=tests.__getitem__, reverse=True):
-        named = f"{len(files[reason])} files" if len(files[reason]) > 3 else ", ".join(sorted(files[reason]))
-        yield f"not run: {tests[reason]} in {named}: {reason}"
+        files[report.longrepr[2].removeprefix("Skipped: ")].append(report.nodeid.partition("::")[0])
+    for reason, of in sorted(files.items(), key=lambda entry: -len(entry[1])):
+        names = sorted(set(of))
+        yield f"not run: {len(of)} in {f'{len(names)} files' if len(names) > 3 else ', '.join(names)}: {reason}"
