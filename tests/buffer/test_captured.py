@@ -162,11 +162,11 @@ def test_a_capture_whose_host_would_wait_is_refused_before_anything_is_launched(
         with (
             mock.patch.object(backend, "host_knows_counts", False, create=True),
             mock.patch.object(backend, "is_capturing", return_value=True),
-            mock.patch.object(backend, "group") as group,
+            mock.patch.object(backend, "launcher") as launcher,
             pytest.raises(ValueError, match="max_recv_tokens is None, must be given while a CUDA graph is captured"),
         ):
             step()
-        assert not group.mock_calls
+        assert not launcher.mock_calls
         assert torch.equal(step()[0], expected[0])
 
 

@@ -1,4 +1,4 @@
-"""The bindings between threads, over a group whose calls wait until set_open(True)."""
+"""The bindings between threads, over a launcher whose calls wait until set_open(True)."""
 
 import functools
 import importlib.util
@@ -33,13 +33,13 @@ ROW = _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payl
 
 
 def test_two_threads_do_not_launch_at_once(gated) -> None:
-    group = gated.group()
-    dispatch, combine = group.dispatch(ROW, [{}]), group.combine(ROW, [{}])
+    launcher = gated.group()
+    dispatch, combine = launcher.prepare_dispatch(ROW, [{}]), launcher.prepare_combine(ROW, [{}])
     phases = ("notify", "dispatch", "dispatch_without_wait", "speculative_dispatch", "dispatch_retry")
     calls = [
-        *(functools.partial(group.launch, dispatch, int(getattr(_C.Phase, phase)), 0, ()) for phase in phases),
-        functools.partial(group.launch, combine, int(_C.Phase.combine), 0, ()),
-        group.reset,
+        *(functools.partial(launcher.launch, dispatch, int(getattr(_C.Phase, phase)), 0, ()) for phase in phases),
+        functools.partial(launcher.launch, combine, int(_C.Phase.combine), 0, ()),
+        launcher.reset,
     ]
     for first in calls:
         gated.set_open(False)
@@ -57,37 +57,39 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
 
 
 def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
-    group = gated.group()
-    notify = functools.partial(group.launch, group.dispatch(ROW, [{}]), int(_C.Phase.notify), 0, ())
+    launcher = gated.group()
+    notify = functools.partial(launcher.launch, launcher.prepare_dispatch(ROW, [{}]), int(_C.Phase.notify), 0, ())
     notify()
     calls = []
-    group.watch = lambda: calls.append(1)
+    launcher.watch = lambda: calls.append(1)
     notify()
     assert calls == [1]
-    assert group.count_times() == [1, 2, 3]
+    assert launcher.count_times() == [1, 2, 3]
 
     def give_up() -> None:
         raise TimeoutError("enough")
 
-    group.watch = give_up
+    launcher.watch = give_up
     with pytest.raises(TimeoutError, match="enough"):
         notify()
 
 
 def test_a_call_has_no_members_of_other_names(gated) -> None:
-    group = gated.group()
+    launcher = gated.group()
     for members, error in ({"rows": 1}, KeyError), ({"x": -1}, OverflowError), ({"x": "1"}, AttributeError):
         with pytest.raises(error):
-            group.combine(ROW, [members])
+            launcher.prepare_combine(ROW, [members])
     with pytest.raises(KeyError):
-        group.combine(ROW, [{}], ["rows"])
+        launcher.prepare_combine(ROW, [{}], ["rows"])
     with pytest.raises(ValueError, match="1 ranks"):
-        group.combine(ROW, [{}, {}])
+        launcher.prepare_combine(ROW, [{}, {}])
 
 
 def test_a_launch_takes_what_its_call_leaves_open(gated) -> None:
-    group = gated.group()
-    launch = functools.partial(group.launch, group.combine(ROW, [{}], ["x", "y"]), int(_C.Phase.combine), 0)
+    launcher = gated.group()
+    launch = functools.partial(
+        launcher.launch, launcher.prepare_combine(ROW, [{}], ["x", "y"]), int(_C.Phase.combine), 0
+    )
     launch((1, 2))
     for given, error in (
         ((), ValueError),
@@ -99,4 +101,4 @@ def test_a_launch_takes_what_its_call_leaves_open(gated) -> None:
         with pytest.raises(error):
             launch(given)
     with pytest.raises(RuntimeError, match="Call"):
-        group.launch(1, 2, 3, ())
+        launcher.launch(1, 2, 3, ())

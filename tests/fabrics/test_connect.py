@@ -168,7 +168,7 @@ def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
     with ranks_with(""):
         for these in members:
             if dist.get_rank() in these:
-                memories = connected(rendezvous_of(these)).group.memories
+                memories = connected(rendezvous_of(these)).launcher.memories
                 assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
                 seen.append(memories[0].group)
     return seen
@@ -342,7 +342,7 @@ def over(fabric: str, library):
 
 
 def heap_of(rendezvous: StoreRendezvous) -> int:
-    return connected(rendezvous).group.memory
+    return connected(rendezvous).launcher.memory
 
 
 @run_on("ranks")
