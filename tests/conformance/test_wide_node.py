@@ -12,7 +12,9 @@ W, HIDDEN, TOPK, MAX_TOKENS = 72, 16, 8, 4
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
 def cluster(request):
-    with ep.LocalCluster(request.param, W, ep.Config(num_experts=2 * W * request.param, timeout=100)) as cluster:
+    with ep.LocalCluster(
+        request.param, W, ep.Config(2 * W * request.param, timeout=100, max_tokens=MAX_TOKENS)
+    ) as cluster:
         yield cluster
 
 
@@ -25,9 +27,11 @@ def sent(cluster):
     return x, ids, [torch.rand(t, TOPK, generator=generator) for t in tokens]
 
 
-def test_normal(cluster, sent):
+def test_normal(cluster, sent, lines):
+    """A call that may have more tokens than there is memory for goes through rings."""
     x, ids, weights = sent
-    rows = ep.dispatch(x, ids, weights, buffer=cluster)
+    rows = ep.dispatch(x, ids, weights, buffer=cluster, max_tokens=MAX_TOKENS if lines else MAX_TOKENS + 1)
+    assert (rows.handle.one_hop is not None) == lines
     experts = cluster.config.num_experts
     expected, probs, counts = reference.dispatch(x, ids, weights, experts)
     for ours, of_reference in ((rows.x, expected), (rows.probs, probs), (rows.tokens_per_expert, counts)):

@@ -52,31 +52,6 @@ def test_equals_reference(block, device):
                 check_round(case, low_latency)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_dead_rank", ["raise", "mask"])  # rows travel as lines, or behind flags
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_sums_at_the_expert_are_those_of_the_normal_mode(ranks, on_dead_rank, dtype):
-    """Bit by bit, within a node: both add a rank's sum at its token's last choice there."""
-    tokens, hidden, topk, num_experts = 30, 40, 8, 4 * ranks
-    generator = torch.Generator().manual_seed(ranks)
-    config = ep.Config(num_experts=num_experts, timeout=60)
-    ids = [torch.rand(tokens, num_experts, generator=generator).topk(topk).indices for _ in range(ranks)]
-    x = [torch.randn(tokens, hidden, generator=generator).to(dtype) for _ in range(ranks)]
-    weights = [torch.rand(tokens, topk, generator=generator) for _ in range(ranks)]
-    with ep.LocalCluster(1, ranks, config) as cluster:
-        normal = ep.dispatch(x, ids, weights, buffer=cluster)
-        low_latency = ep.LowLatency(
-            cluster, max_tokens=tokens, hidden=hidden, topk=topk, dtype=dtype, on_dead_rank=on_dead_rank
-        )
-        received = low_latency.dispatch(x, ids, weights, layout="grouped")
-        out = [torch.randn(rows.shape, generator=generator).to(dtype) for rows in received.x]
-        kept = [rows[: len(part)].contiguous() for rows, part in zip(out, normal.x, strict=True)]
-        y = low_latency.combine(out, received.handle, sum_at="expert")
-        assert_all_equal(y, ep.combine(kept, normal.handle))
-        y = low_latency.combine(out, received.handle, row_weights=received.probs, sum_at="expert")
-        assert_all_equal(y, ep.combine(kept, normal.handle, weights=normal.probs))
-
-
 @pytest.mark.parametrize("seed", a_third(range(12)))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_max_recv_tokens(seed, share, device):
@@ -341,16 +316,6 @@ def test_mistakes_are_named():
     assert_all_equal(again.recv_counts, received.recv_counts)
 
 
-@pytest.mark.parametrize("sum_at", ["token", "expert"])
-def test_rows_that_were_not_received_are_not_combined(sum_at):
-    _, low_latency, x, ids = two_ranks()
-    received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
-    with pytest.raises(ValueError, match="not received yet: call its hook first"):
-        low_latency.combine(received.x, received.handle, sum_at=sum_at)
-    hook()
-    assert low_latency.combine(received.x, received.handle, sum_at=sum_at)[0].shape == x[0].shape
-
-
 def test_rows_that_were_not_received_have_no_backward_pass():
     _, low_latency, x, ids = two_ranks()
     leaves = [rows.clone().requires_grad_() for rows in x]
@@ -369,22 +334,6 @@ def test_memory():
         assert low_latency.memory_bytes <= 100e6
         about = 2 * (8 / 7 * (8 + 8) + 8) * 128 * 7168 * 2
         assert about <= low_latency.memory_bytes <= 1.06 * about
-
-
-def test_usable_after_reset():
-    """A dispatch that was never received, and handles from before, do not survive a reset; the memory does."""
-    cluster, low_latency, x, ids = two_ranks(seed=3)
-    received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
-    low_latency.dispatch(x, ids, return_recv_hook=True)
-    cluster.reset()
-    with pytest.raises(ValueError, match="called after the buffer's reset, must be called before"):
-        hook()
-    with pytest.raises(ValueError, match="handle is of a dispatch that was given up before the buffer's reset"):
-        low_latency.combine(received.x, received.handle)
-    for _ in range(3):
-        received = low_latency.dispatch(x, ids)
-        y = low_latency.combine(received.x, received.handle)
-        assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))
 
 
 def test_credits_under_way_when_it_goes():

@@ -38,19 +38,6 @@ def test_gradients_have_room_on_their_way_back(hidden):
         assert weights[0].grad.eq(1).all() and (x[0].grad is None or not x[0].grad.any())
 
 
-def test_float8_tensors_get_no_gradient():
-    values, scales = float8.quantize(torch.randn(3, 128))
-    values.requires_grad_()
-    weights = [torch.ones(3, 1, requires_grad=True)]
-    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
-        low_latency = ep.LowLatency(cluster, max_tokens=3, hidden=128, topk=1)
-        ids = [torch.zeros(3, 1, dtype=torch.int64)]
-        received = low_latency.dispatch([values], ids, weights, scales=[scales])
-        assert received.straight_through is None
-        received.probs[0].sum().backward()
-    assert values.grad is None and weights[0].grad.eq(1).all()
-
-
 def bits_of(tensor):
     """On the host, without the sign of a NaN, which nobody promises."""
     tensor = tensor.cpu()
@@ -130,23 +117,6 @@ def test_equals_reference(block, device):
                 check(case, low_latency, x, ids, weights, expected, **options)
 
 
-def test_what_is_no_number_stays_none():
-    x = torch.randn(4, 300).bfloat16()
-    x[0, 5], x[1, 130], x[2, 299] = torch.nan, torch.inf, -torch.inf
-    ids = torch.zeros(4, 1, dtype=torch.int64)
-    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
-        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=300, topk=1)
-        for fp8 in SCALE_FORMATS:
-            received = low_latency.dispatch([x], [ids], fp8=fp8)
-            rows, scales = received.x[0][0].float(), received.scales[0][0].float()
-            for token, block in ((0, 0), (1, 1), (2, 2)):
-                first = 128 * block
-                assert rows[token, first : first + 128].isnan().all() and scales[token, block].isnan()
-            assert rows.isnan().sum() == 128 + 128 + 44 and scales.isnan().sum() == 3
-            back = float8.dequantize(received.x[0][0], received.scales[0][0])
-            assert ((back[3] - x[3]).abs() <= x[3].abs() / 8 + 0.01).all()
-
-
 def test_a_row_beyond_the_limit_is_left_out_and_touches_nothing():
     case = fp8_case(4100)
     case.masked, case.layout, case.hidden = False, "grouped", 200
@@ -223,6 +193,7 @@ def test_the_weights_gradient_alone():
     ids = torch.tensor([[0, 2], [1, -1]])
     x = torch.randn(2, 130).bfloat16()
     values, scales = reference.quantize(x, "ue8m0")
+    values.requires_grad_()
     with ep.LocalCluster(1, 1, ep.Config(num_experts=4)) as cluster:
         low_latency = ep.LowLatency(cluster, max_tokens=2, hidden=130, topk=2)
         for rows, options in ((x, {"fp8": "ue8m0"}), (values, {"scales": [scales]})):
@@ -232,17 +203,8 @@ def test_the_weights_gradient_alone():
             (received.probs[0] ** 2).sum().backward()
             assert torch.equal(weights.grad, torch.where(ids >= 0, 2 * weights.detach(), 0.0))
             assert not received.x[0][3].view(torch.uint8).any()  # no token, and a gradient: zeros
+    assert values.grad is None
     assert not any(torch.is_tensor(t) and t.requires_grad for t in (received.x[0], received.scales[0]))
-
-
-def test_a_tiny_row_and_its_scale_fit():
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=2)) as cluster:
-        low_latency = ep.LowLatency(cluster, max_tokens=1, hidden=1, topk=1)
-        x = [torch.tensor([[3.0]]).bfloat16(), torch.tensor([[-5.0]]).bfloat16()]
-        ids = [torch.tensor([[1]]), torch.tensor([[0]])]
-        received = low_latency.dispatch(x, ids, fp8="fp32")
-        for rank, value in ((0, -5.0), (1, 3.0)):
-            assert float8.dequantize(received.x[rank][0, 0], received.scales[rank][0, 0]).item() == value
 
 
 def test_mistakes_are_named():

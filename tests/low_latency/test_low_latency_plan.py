@@ -4,6 +4,7 @@ import pytest
 import torch
 from entered import check_entered
 from rank_threads import run_together, thread_ranks
+from torch.autograd import forward_ad
 
 import megatron_ep as ep
 from megatron_ep.buffer.call_cache import CallCache
@@ -91,21 +92,31 @@ def test_what_looks_almost_like_a_call_that_was_right_is_refused(plans):
     for _ in range(2):
         rows = mode.dispatch(x, ids, weights, expert_alignment=1)
         mode.combine(rows.x, rows.handle, weights)
+
+    def freed(tensor):
+        tensor = tensor.clone()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
     bad = ids.clone()
     bad[2, 1] = EXPERTS
     wrong = [
         (lambda: mode.dispatch(x, bad, weights), "at token 2, must hold distinct ids"),
         (lambda: mode.dispatch(x, ids, weights, expert_alignment=True), "expert_alignment is True, must be"),
         (lambda: mode.dispatch(torch._neg_view(x), ids, weights), "x is a view that negates"),
+        (lambda: mode.dispatch(forward_ad.make_dual(x, x), ids, weights), "x has a tangent, must have none"),
+        (lambda: mode.dispatch(freed(x), ids, weights), "x is a Tensor without memory, must have memory"),
+        (lambda: mode.dispatch(x, ids, freed(weights)), "weights is a Tensor without memory, must have memory"),
         (lambda: mode.dispatch(x, ids[:3], weights), "x has shape"),
         (lambda: mode.combine(rows.x, rows.handle, weights, renormalize=0), "renormalize is 0, must be True or False"),
         (lambda: mode.combine(rows.x, rows.handle, weights, row_weights=weights), "row_weights is given, must be None"),
         (lambda: mode.combine(rows.x, None, weights), "handle is a NoneType, must be of a dispatch of this LowLatency"),
         (lambda: mode.combine(rows.x[:1], rows.handle, weights), "x has shape"),
     ]
-    for call, words in wrong:
-        with pytest.raises(ValueError, match=words):
-            call()
+    with forward_ad.dual_level():
+        for call, words in wrong:
+            with pytest.raises(ValueError, match=words):
+                call()
     again = mode.dispatch(x, ids, weights)
     assert torch.equal(mode.combine(again.x, again.handle, weights), mode.combine(rows.x, rows.handle, weights))
 
@@ -125,8 +136,10 @@ def test_calls_under_way_and_resets(plans):
         mode.dispatch(x, ids, weights)
     receive()
     assert torch.equal(mode.combine(first.x, first.handle, weights), y)
-    given_up, _ = mode.dispatch(x, ids, weights, return_recv_hook=True)
+    given_up, receive = mode.dispatch(x, ids, weights, return_recv_hook=True)
     buffer.reset()
+    with pytest.raises(ValueError, match="called after the buffer's reset, must be called before"):
+        receive()
     with pytest.raises(ValueError, match="handle is of a dispatch that was given up before the buffer's reset"):
         mode.combine(rows.x, given_up.handle, weights)
     assert torch.equal(mode.combine(rows.x, rows.handle, weights), y), "it was over before the reset"

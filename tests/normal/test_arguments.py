@@ -150,6 +150,14 @@ def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
         ({"expert_capacity": 2**40}, "expert_capacity is 1099511627776, must be an int in"),
         ({"max_recv_tokens": 2**31}, "max_recv_tokens is 2147483648, must be an int in"),
         ({"expert_capacity": 4, "expert_alignment": 2}, "expert_alignment is 2, must be 1 with expert_capacity"),
+        ({"layout": "rows"}, "layout is 'rows', must be 'grouped' or 'flat'"),
+        ({"layout": "flat", "expert_capacity": 3}, "expert_capacity is 3, must be None with layout 'flat'"),
+        ({"layout": "flat", "topk_idx": [torch.ones(T, K).long()] * 2}, "must hold distinct ids"),
+        ({"forward_dtype": torch.float8_e5m2}, r"forward_dtype is torch\.float8_e5m2, must be torch\.float8_e4m3fn"),
+        (
+            {"forward_dtype": torch.float8_e4m3fn, "x": [torch.ones(T, H).double()] * 2},
+            r"x with forward_dtype is torch\.float64, must be one of torch\.bfloat16",
+        ),
         ({"scales": [torch.ones(T, 1)] * 2}, "scales must be given only with x of torch.float8_e4m3fn"),
         ({"topk_idx": None}, "topk_idx is a NoneType, must be a list of 2 tensors"),
         ({"x": torch.ones(T, H)}, "x is a Tensor, must be a list of 2 tensors"),
@@ -194,8 +202,9 @@ def test_bad_handles(cluster):
         ep.combine(rows.x, None)
     with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
         ep.dispatch(**arguments, handle=rows.handle)
-    with pytest.raises(ValueError, match="expert_alignment must not be given with a handle"):
-        ep.dispatch(arguments["x"], handle=rows.handle, expert_alignment=2)
+    for name, value in (("expert_alignment", 2), ("layout", "flat"), ("max_tokens", 16)):
+        with pytest.raises(ValueError, match=f"{name} must not be given with a handle"):
+            ep.dispatch(arguments["x"], handle=rows.handle, **{name: value})
     with (
         ep.LocalCluster(2, 1, cluster.config) as other,
         pytest.raises(ValueError, match="handle belongs to another buffer"),
@@ -278,6 +287,10 @@ def test_bad_weights_of_combine(cluster, spoil, message):
         (
             lambda: ep.Config(num_experts=8, tuning=ep.Tuning(nvl_ring_bytes=2**62)),
             "Tuning.nvl_ring_bytes is 4611686018427387904",
+        ),
+        *(
+            (lambda value=value: ep.Config(8, max_tokens=value), rf"Config\.max_tokens is {value}, must be an int in")
+            for value in (0, 1025, 2.0, True)
         ),
         (lambda: ep.Config(num_experts=2**31), "Config.num_experts is 2147483648"),
         (lambda: ep.Config(num_experts=8, timeout=1e300), r"Config.timeout is 1e\+300"),

@@ -1,5 +1,7 @@
 """Gradients: dispatch and combine are each other's transpose."""
 
+import functools
+
 import pytest
 import torch
 from cases import leaves, need_sums
@@ -17,46 +19,31 @@ def cluster_of(nodes, ranks_per_node, lines, device="cpu"):
     return ep.LocalCluster(*((1, world) if lines else (nodes, ranks_per_node)), config, device=device)
 
 
+@pytest.mark.parametrize("options", [{"expert_alignment": 2}, {"layout": "flat"}], ids=["grouped", "flat"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (2, 1), (1, 4), (2, 2), (3, 2)])
-def test_gradcheck_through_experts(nodes, ranks_per_node, device, lines):
+def test_gradcheck_through_experts(nodes, ranks_per_node, options, device, lines):
     """The probs that come with the rows are used before a combine, and as the weights of another one."""
     world = nodes * ranks_per_node
     ids, x, w = leaves(world, 2 * world, min(3, 2 * world), device=device)
     with cluster_of(nodes, ranks_per_node, lines, device) as cluster:
 
         def layer(*inputs):
-            rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, expert_alignment=2)
-            out = []
+            rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, **options)
+            out, factors = [], rows.probs
+            if "layout" in options:
+                factors = [probs.sum(dim=1) for probs in rows.probs]  # of a row's experts
             for rank in range(world):
-                expert = torch.arange(2).repeat_interleave(rows.tokens_per_expert[rank].cpu()).unsqueeze(1).to(device)
-                out.append(torch.tanh(rows.x[rank] * (1.3 + expert) + 0.1 * rank))
-            applied = [r * p.unsqueeze(1) for r, p in zip(out, rows.probs, strict=True)]
-            return *ep.combine(applied, rows.handle), *ep.combine(out, rows.handle, rows.probs)
+                scale = 1.3
+                if "layout" not in options:
+                    expert = torch.arange(2).repeat_interleave(rows.tokens_per_expert[rank].cpu())
+                    scale += expert.unsqueeze(1).to(device)
+                out.append(torch.tanh(rows.x[rank] * scale + 0.1 * rank))
+            applied = [r * f.unsqueeze(1) for r, f in zip(out, factors, strict=True)]
+            return *ep.combine(applied, rows.handle), *ep.combine(out, rows.handle, factors)
 
         assert gradcheck(layer, (*x, *w))
         if world == 2 and device == "cpu":
             assert gradgradcheck(layer, (*x, *w))
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2)])
-def test_gradcheck_of_weighted_combine(nodes, ranks_per_node, lines):
-    """To rows and weights, with padding among them."""
-    world = nodes * ranks_per_node
-    ids, x, _ = leaves(world, 2 * world, min(3, 2 * world))
-    with cluster_of(nodes, ranks_per_node, lines) as cluster:
-        rows = ep.dispatch([tensor.detach() for tensor in x], ids, buffer=cluster, expert_alignment=2)
-        generator = torch.Generator().manual_seed(0)
-        inputs = [
-            torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
-            for size in [*((len(r), 2) for r in rows.x), *((len(r),) for r in rows.x)]
-        ]
-
-        def combine(*leaves):
-            return tuple(ep.combine(list(leaves[:world]), rows.handle, list(leaves[world:])))
-
-        assert gradcheck(combine, inputs)
-        if world < 4:
-            assert gradgradcheck(combine, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -123,14 +110,24 @@ def test_neither_function_keeps_its_input(lines):
         assert storages.isdisjoint(r.untyped_storage().data_ptr() for r in rows.x)
 
 
-def test_outputs_may_be_changed_in_place():
+def calls_of(mode, cluster, tokens, hidden, topk, dtype):
+    """Dispatch and combine through rings, or of the low-latency mode in a layout."""
+    if mode == "normal":
+        return functools.partial(ep.dispatch, buffer=cluster), ep.combine
+    calls = ep.LowLatency(cluster, max_tokens=tokens, hidden=hidden, topk=topk, dtype=dtype)
+    return functools.partial(calls.dispatch, layout=mode), calls.combine
+
+
+@pytest.mark.parametrize("mode", ["normal", "masked", "grouped"])
+def test_outputs_may_be_changed_in_place(mode):
     """Large outputs live in pooled memory; autograd must not take them for views."""
     x = [torch.randn(300, 1024, requires_grad=True)]
     ids = [torch.zeros(300, 1, dtype=torch.int64)]
     with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
-        rows = ep.dispatch(x, ids, buffer=cluster)
-        y = ep.combine([rows.x[0].mul_(2)], rows.handle)
-        y[0].sum().backward()
+        dispatch, combine = calls_of(mode, cluster, 300, 1024, 1, torch.float32)
+        rows = dispatch(x, ids)
+        y = combine([rows.x[0].mul_(2)], rows.handle)
+        y[0].add_(1).sum().backward()
     assert torch.equal(x[0].grad, torch.full_like(x[0], 2))
 
 
@@ -146,17 +143,13 @@ class Negated(torch.autograd.Function):
         return torch._neg_view(grad.clone())
 
 
-@pytest.mark.parametrize("mode", ["normal", "low latency"])
+@pytest.mark.parametrize("mode", ["normal", "masked"])
 def test_a_gradient_that_is_negated_lazily(mode):
     ids, x, w = leaves(1, 4, 2)
     with ep.LocalCluster(1, 1, ep.Config(num_experts=4)) as cluster:
-        calls = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=2, dtype=torch.float64)
-        if mode == "normal":
-            rows = ep.dispatch(x, ids, w, buffer=cluster)
-            [y] = ep.combine(rows.x, rows.handle)
-        else:
-            rows = calls.dispatch(x, ids, w)
-            [y] = calls.combine(rows.x, rows.handle)
+        dispatch, combine = calls_of(mode, cluster, 4, 3, 2, torch.float64)
+        rows = dispatch(x, ids, w)
+        [y] = combine(rows.x, rows.handle)
         Negated.apply(y).sum().backward()
     choices = (ids[0] >= 0).sum(dim=1, keepdim=True).double()
     assert torch.equal(x[0].grad, -choices.expand_as(x[0]))

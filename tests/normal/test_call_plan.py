@@ -152,106 +152,78 @@ def test_a_model_makes_its_calls_by_plans(buffer, monkeypatch):
         assert torch.equal(a, b)
 
 
+def freed(tensor):
+    """As recomputation and sharding free the memory of tensors."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def dual(tensor):
+    """As forward-mode differentiation has it."""
+    return forward_ad.make_dual(tensor, tensor)
+
+
 def test_what_looks_almost_like_a_call_that_was_right_is_refused(buffer, plans):
-    """With the same words as in a first call."""
+    """With the same words as in a first call, and before anything is launched."""
     x, ids, weights = inputs(2)
+
+    def dispatch(x=x, ids=ids, weights=weights, **options):
+        return ep.dispatch(x, ids, weights, **{"buffer": buffer, "max_recv_tokens": ROWS, **options})
+
+    def again(x=x, **options):
+        return ep.dispatch(x, handle=rows.handle, **options)
+
     for _ in range(2):
-        rows = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
-        ep.dispatch(x, topk_weights=weights, handle=rows.handle)
-        ep.combine(rows.x, rows.handle, rows.probs)
-    negated = torch._neg_view(x)
+        rows = dispatch()
+        again(topk_weights=weights)
+        sums = ep.combine(rows.x, rows.handle, rows.probs)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
     wrong = [
-        (lambda: ep.dispatch(negated, ids, weights, buffer=buffer, max_recv_tokens=ROWS), "x is a view that negates"),
-        (lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=True), "max_recv_tokens is True, must be"),
-        (lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=15.0), "max_recv_tokens is 15.0, must"),
-        (lambda: ep.dispatch(x, ids, weights, buffer="buffer", max_recv_tokens=ROWS), "buffer is a str, must be"),
-        (lambda: ep.dispatch(x, ids, weights.half().double(), buffer=buffer, layout=[]), r"layout is \[\], must be"),
-        (lambda: ep.dispatch(x[:4], ids, weights, buffer=buffer, max_recv_tokens=ROWS), r"x has shape \(4, 24\), must"),
-        (lambda: ep.dispatch(x, ids, weights[:4], buffer=buffer, max_recv_tokens=ROWS), "topk_weights has shape"),
-        (lambda: ep.dispatch(x, ids, weights, handle=rows.handle), "topk_idx must not be given with a handle"),
-        (lambda: ep.dispatch(x, handle=rows.handle, max_recv_tokens=ROWS), "max_recv_tokens must not be given with"),
+        (lambda: dispatch(torch._neg_view(x)), "x is a view that negates"),
+        (lambda: dispatch(max_recv_tokens=True), "max_recv_tokens is True, must be"),
+        (lambda: dispatch(max_recv_tokens=15.0), "max_recv_tokens is 15.0, must be"),
+        (lambda: dispatch(buffer="buffer"), "buffer is a str, must be"),
+        (lambda: dispatch(weights=weights.half().double(), layout=[]), r"layout is \[\], must be"),
+        (lambda: dispatch(x[:4]), r"x has shape \(4, 24\), must be"),
+        (lambda: dispatch(weights=weights[:4]), "topk_weights has shape"),
+        (lambda: dispatch(handle=rows.handle), "topk_idx must not be given with a handle"),
+        (lambda: again(max_recv_tokens=ROWS), "max_recv_tokens must not be given with"),
         (lambda: ep.combine(rows.x[:14], rows.handle, rows.probs), r"x has shape \(14, 24\), must be \[15, H\]"),
         (lambda: ep.combine(rows.x, rows.handle, weights), r"weights has shape \(5, 3\), must be \(15,\)"),
         (lambda: ep.combine(rows.x, rows.handle, rows.probs.double()), "weights is torch.float64, must be one of"),
+        # without memory
+        (lambda: dispatch(fake), "x is a FakeTensor without memory, must have memory"),
+        (lambda: dispatch(weights=fake[:, :3]), "weights is a FakeTensor without memory"),
+        (lambda: again(fake), "x is a FakeTensor without memory"),
+        (lambda: dispatch(x.to_sparse_csr()), "x is a torch.sparse_csr tensor, must be strided"),
+        (lambda: ep.combine(torch.nested.nested_tensor(list(x)), rows.handle), "x is a nested tensor, must be"),
+        (lambda: dispatch(freed(x)), "x is a Tensor without memory, must have memory"),
+        (lambda: dispatch(ids=freed(ids)), "topk_idx is a Tensor without memory"),
+        (lambda: dispatch(weights=freed(weights)), "weights is a Tensor without memory"),
+        (lambda: ep.combine(freed(rows.x), rows.handle, rows.probs), "x is a Tensor without memory"),
+        (lambda: ep.combine(rows.x, rows.handle, freed(rows.probs)), "weights is a Tensor without memory"),
+        # with a tangent
+        (lambda: dispatch(dual(x)), "x has a tangent, must have none"),
+        (lambda: dispatch(weights=dual(weights)), "topk_weights has a tangent, must have none"),
+        (lambda: again(dual(x)), "x has a tangent, must have none"),
+        (lambda: ep.combine(dual(rows.x), rows.handle), "x has a tangent, must have none"),
     ]
-    for call, words in wrong:
-        with pytest.raises(ValueError, match=words):
-            call()
+    seconds = buffer._group.seconds
+    with forward_ad.dual_level():
+        for call, words in wrong:
+            with pytest.raises(ValueError, match=words):
+                call()
+    assert buffer._group.seconds == seconds
     bad = ids.clone()
     bad[3, 1] = EXPERTS
     with pytest.raises(ValueError, match=r"topk_idx is \[.*\] at token 3, must hold distinct ids"):
-        ep.dispatch(x, bad, weights, buffer=buffer, max_recv_tokens=ROWS)
-    assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, rows.x)
-
-
-def test_tensors_without_memory_are_refused_before_anything_is_launched(buffer, plans):
-    x, ids, weights = inputs(3)
-    expected = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = mode.from_tensor(x)
-    seconds = buffer._group.seconds
-    for call, words in (
-        (lambda: ep.dispatch(fake, ids, weights, buffer=buffer, max_recv_tokens=ROWS), "x is a FakeTensor without"),
-        (lambda: ep.dispatch(x, ids, fake[:, :3], buffer=buffer, max_recv_tokens=ROWS), "weights is a FakeTensor"),
-        (lambda: ep.dispatch(fake, handle=expected.handle), "x is a FakeTensor without memory, must have memory"),
-        (lambda: ep.dispatch(x.to_sparse_csr(), ids, buffer=buffer), "x is a torch.sparse_csr tensor, must be strided"),
-        (lambda: ep.combine(torch.nested.nested_tensor(list(x)), expected.handle), "x is a nested tensor, must be"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-    assert buffer._group.seconds == seconds
-    for transform in torch.func.grad, torch.func.vmap:
+        dispatch(ids=bad)
+    for transform, tensor in (torch.func.grad, x), (torch.func.vmap, x[None]):
         with pytest.raises(RuntimeError, match=r"setup_context|data pointer|storage"):
-            transform(lambda rows: ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x.sum())(
-                x if transform is torch.func.grad else x[None]
-            )
-    assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=ROWS).x, expected.x)
-
-
-def test_tangents_are_refused(buffer):
-    """Of forward-mode differentiation, between calls with tensors that look alike."""
-    x, ids, weights = inputs(3)
-    rows = ep.dispatch(x, ids, weights, buffer=buffer)
-    mode = ep.LowLatency(buffer, max_tokens=5, hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
-    mode.dispatch(x, ids, weights)
-    ep.combine(rows.x, rows.handle)
-    with forward_ad.dual_level():
-        for call, name in (
-            (lambda: ep.dispatch(forward_ad.make_dual(x, x), ids, weights, buffer=buffer), "x"),
-            (lambda: ep.dispatch(x, ids, forward_ad.make_dual(weights, weights), buffer=buffer), "topk_weights"),
-            (lambda: ep.dispatch(forward_ad.make_dual(x, x), handle=rows.handle), "x"),
-            (lambda: ep.combine(forward_ad.make_dual(rows.x, rows.x), rows.handle), "x"),
-            (lambda: mode.dispatch(forward_ad.make_dual(x, x), ids, weights), "x"),
-        ):
-            with pytest.raises(ValueError, match=f"{name} has a tangent, must have none"):
-                call()
-        assert torch.equal(ep.dispatch(x, ids, weights, buffer=buffer).x, rows.x)
-
-
-def test_memory_that_was_freed_is_not_read(buffer):
-    """As recomputation and sharding free that of tensors, between two calls with tensors that look alike."""
-    rows = ep.dispatch(*inputs(3), buffer=buffer)
-    mode = ep.LowLatency(buffer, max_tokens=5, hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
-    expected = ep.combine(rows.x, rows.handle, rows.probs), mode.dispatch(*inputs(3)).expert_starts
-
-    def without(position, tensors):
-        tensors = [tensor.clone() for tensor in tensors]
-        tensors[position].untyped_storage().resize_(0)
-        return tensors
-
-    for position, name in enumerate(("x", "topk_idx", "weights")):
-        with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
-            ep.dispatch(*without(position, inputs(3)), buffer=buffer)
-        if name != "topk_idx":  # which torch reads first on the host
-            with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
-                mode.dispatch(*without(position, inputs(3)))
-    for position, name in enumerate(("x", "row_weights")):
-        x, weights = without(position, (rows.x, rows.probs))
-        with pytest.raises(ValueError, match=f"{name} is a Tensor without memory, must have memory"):
-            ep.combine(x, rows.handle, weights)
-    rows = ep.dispatch(*inputs(3), buffer=buffer)
-    assert torch.equal(ep.combine(rows.x, rows.handle, rows.probs), expected[0])
-    assert torch.equal(mode.dispatch(*inputs(3)).expert_starts, expected[1])
+            transform(lambda rows: dispatch(rows).x.sum())(tensor)
+    assert torch.equal(dispatch().x, rows.x) and torch.equal(ep.combine(rows.x, rows.handle, rows.probs), sums)
 
 
 def test_gradients_of_gradients(buffer, plans):

@@ -117,41 +117,72 @@ def test_many_calls_on_one_buffer(seed, device, lines):
                 assert_all_equal(ep.combine(case.there(out), handle), reference.combine(out, ids, case.num_experts))
 
 
+PARTS = {"all rows": {}, "a capacity": {"expert_capacity": 7}, "flat rows": {"layout": "flat"}}
+
+
 @pytest.mark.parametrize("seed", a_third(range(8)))
-@pytest.mark.parametrize("capacity", [None, 7])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
-def test_max_recv_tokens(seed, share, slack, capacity, device, lines, used_memory):
+def test_max_recv_tokens(seed, share, slack, part, device, lines, used_memory):
     case = Case(4000 + seed, max_tokens=60, device=device, lines=lines)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows that no token fills are zeros
     x = [rows.requires_grad_(with_gradient) for rows in x]
+    is_flat, capacity = part == "flat rows", PARTS[part].get("expert_capacity")
+    arriving = [len(reference.flat_rows(ids, rank, case.num_experts)) for rank in range(case.world)]
     all_counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
     counts = reference.dispatch(x, ids, weights, case.num_experts, expert_capacity=capacity)[2]
-    size = max(1, int(share * max(int(count.sum()) for count in counts)) + slack)
+    needed = arriving if is_flat else [int(count.sum()) for count in counts]
+    size = max(1, int(share * max(needed)) + slack)
     if device == "cuda" and case.nodes > 1:  # there must be room for rows that only pass through a rank
-        arriving = [len(reference.flat_rows(ids, rank, case.num_experts)) for rank in range(case.world)]
         size = max(size, *tokens, *arriving)
-    limits = {"expert_capacity": capacity, "max_recv_tokens": size}
-    expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, **limits)
+    ends = [size if with_gradient else min(size, count) for count in needed]
     with case.cluster() as cluster:
-        ours = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster, **limits)
-        ends = [size if with_gradient else min(size, int(count.sum())) for count in counts]
-        ours_before, expected = before(ends, ours.x), before(ends, expected)
-        if not with_gradient:
-            ours_before, expected = (
-                [filled(*of, capacity) for of in zip(tensors, all_counts, strict=True)]
-                for tensors in (ours_before, expected)
-            )
-        assert_all_equal(ours_before, expected)
-        assert_all_equal(ours.probs, probs)
-        assert_all_equal(ours.tokens_per_expert, counts)
-        placed = reference.dispatch(x, ids, [torch.ones_like(w) for w in weights], case.num_experts, **limits)[1]
-        for rank, every in enumerate(all_counts):
-            assert bool(ours.overflow[rank]) == (placed[rank].sum() < every.sum())
+        options = {**PARTS[part], "max_recv_tokens": size}
+        ours = ep.dispatch(*map(case.there, (x, ids, weights)), buffer=cluster, **options)
         out = case.integers([size] * case.world)
         y = ep.combine(case.there(out), ours.handle)
-        assert_all_equal(y, reference.combine(out, ids, case.num_experts, **limits))
+    if is_flat:
+        expected, *rest = reference.flat_dispatch(x, ids, weights, case.num_experts, max_recv_tokens=size)
+        found = [ours.topk_idx, ours.probs, ours.tokens_per_expert]
+        lacks = [count > size for count in arriving]
+        sums = reference.flat_combine(out, ids, case.num_experts, size)
+    else:
+        expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, **options)
+        found, rest = [ours.probs, ours.tokens_per_expert], [probs, counts]
+        ones = [torch.ones_like(w) for w in weights]
+        placed = reference.dispatch(x, ids, ones, case.num_experts, **options)[1]
+        lacks = [bool(rows.sum() < every.sum()) for rows, every in zip(placed, all_counts, strict=True)]
+        sums = reference.combine(out, ids, case.num_experts, **options)
+    rows = [before(ends, ours.x), before(ends, expected)]
+    if not is_flat and not with_gradient:
+        rows = [[filled(*of, capacity) for of in zip(tensors, all_counts, strict=True)] for tensors in rows]
+    for one, other in zip((rows[0], *found, y), (rows[1], *rest, sums), strict=True):
+        assert_all_equal(one, other)
+    assert [bool(flag) for flag in ours.overflow] == lacks
+
+
+@pytest.mark.parametrize("seed", a_third(range(10)))
+def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed, device, lines):
+    """Where each expert gives the row that it got, times a power of two, every sum and gradient is exact."""
+    case = Case(2000 + seed, max_tokens=60, device=device, lines=lines)
+    tokens = case.num_tokens()
+    ids, x, weights = map(case.there, (case.ids(tokens), case.integers(tokens), case.weights(tokens)))
+    results = []
+    with case.cluster() as cluster:
+        for layout in ("flat", "grouped"):
+            leaves = [t.clone().requires_grad_() for t in (*x, *weights)]
+            rows = ep.dispatch(leaves[: case.world], ids, leaves[case.world :], buffer=cluster, layout=layout)
+            if layout == "flat":
+                times = [(i >= 0).sum(dim=1, keepdim=True) for i in rows.topk_idx]
+                out = [(r * t).to(case.dtype) for r, t in zip(rows.x, times, strict=True)]
+            else:
+                out = rows.x
+            y = ep.combine(out, rows.handle)
+            torch.autograd.backward([*y, *rows.probs], [*x, *(2 * p.detach() for p in rows.probs)])
+            results.append([t.detach().cpu() for t in (*y, *(leaf.grad for leaf in leaves))])
+    assert_all_equal(*results)
 
 
 def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
@@ -164,16 +195,6 @@ def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
             rows.handle.ranks[0].tokens_per_expert[0].copy_(torch.tensor(replayed))  # where a replay writes
             assert rows.tokens_per_expert[0].tolist() == replayed
         assert again.tokens_per_expert[0].tolist() == [1, 2], "a copy, which a graph makes again"
-
-
-def test_max_recv_tokens_leaves_out_whole_tokens(lines):
-    """Three tokens for expert 1 arrive before the one for expert 0, whose place comes first."""
-    ids = [torch.tensor([[1], [1], [1]]), torch.tensor([[0]])]
-    x = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[9.0]])]
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=4, max_tokens=3 if lines else None)) as cluster:
-        rows = ep.dispatch(x, ids, buffer=cluster, max_recv_tokens=3)
-        assert rows.x[0].flatten().tolist() == [0, 1, 2]
-        assert [y.flatten().tolist() for y in ep.combine(rows.x, rows.handle)] == [[1, 2, 0], [0]]
 
 
 @pytest.mark.parametrize("seed", a_third(range(20)))
@@ -255,19 +276,3 @@ def test_top_32_of_32_experts(lines):
     with ep.LocalCluster(1, 2, ep.Config(num_experts=32, max_tokens=4 if lines else None)) as cluster:
         ours = ep.dispatch(x, ids, buffer=cluster)
         assert_all_equal(ep.combine(ours.x, ours.handle), [32 * rows for rows in x])
-
-
-def test_more_ranks_than_lanes(lines):
-    """40 source ranks: a receiver serves 32 rings, and reads the words of 32 ranks at once."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [rank % 4 for rank in range(40)]
-    ids = [torch.rand(t, 80, generator=generator).topk(5, dim=1).indices for t in tokens]
-    x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in tokens]
-    weights = [torch.rand(t, 5, generator=generator) for t in tokens]
-    for nodes in (1,) if lines else (1, 2, 40):
-        tuning = ep.Tuning(nvl_ring_bytes=512, rdma_ring_bytes=512)
-        config = ep.Config(num_experts=80, max_tokens=3 if lines else None, tuning=tuning)
-        with ep.LocalCluster(nodes, 40 // nodes, config) as cluster:
-            ours = ep.dispatch(x, ids, weights, buffer=cluster)
-            assert_all_equal(ours.x, reference.dispatch(x, ids, weights, 80)[0])
-            assert_all_equal(ep.combine(ours.x, ours.handle), [5 * rows for rows in x])

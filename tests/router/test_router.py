@@ -14,7 +14,6 @@ import pytest
 import skips
 import torch
 from nightly import a_third
-from torch.utils.checkpoint import checkpoint
 
 from megatron_ep.router.api import Routing, grouped_topk
 
@@ -239,18 +238,6 @@ def test_second_derivatives_are_refused_and_not_left_out(device, name):
         torch.autograd.grad(output, logits, create_graph=True)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(device, use_reentrant):
-    logits = torch.randn(5, 12).to(device).requires_grad_()
-
-    def loss(logits):
-        return grouped_topk(logits * 2, 4).weights.square().sum()
-
-    (expected,) = torch.autograd.grad(loss(logits), logits)
-    checkpoint(loss, logits, use_reentrant=use_reentrant).backward()
-    assert_equal("gradient", logits.grad, expected)
-
-
 # ---- single properties
 
 
@@ -286,65 +273,10 @@ def test_many_experts(device, num_experts, k, groups):
         assert_close("aux_scores", ours.aux_scores, expected.aux_scores)
 
 
-def test_ties_take_the_lowest_ids(device):
-    logits = torch.zeros(3, 64, device=device)
-    assert grouped_topk(logits, 8).ids.tolist() == [list(range(8))] * 3
-    assert grouped_topk(logits, 8, 8, 4).ids.tolist() == [list(range(8))] * 3
-    logits[:, 40:] = 1
-    assert grouped_topk(logits, 8, 8, 4).ids.tolist() == [list(range(40, 48))] * 3
-    logits[:, 0] = -0.0  # equal to +0
-    assert grouped_topk(logits[:, :40].contiguous(), 3, score_function="softmax").ids.tolist() == [[0, 1, 2]] * 3
-
-
-def test_nonfinite_logits(device):
-    nan, inf = math.nan, math.inf
-    logits = torch.tensor([[0, nan, inf, -inf], [-inf] * 4, [nan] * 4, [1, inf, 2, inf]], device=device)
-    sigmoid = grouped_topk(logits, 2, renormalize=False)
-    assert sigmoid.ids.tolist() == [[1, 2], [0, 1], [0, 1], [1, 3]]
-    torch.testing.assert_close(
-        sigmoid.weights.cpu(), torch.tensor([[nan, 1], [0, 0], [nan, nan], [1, 1]]), equal_nan=True, rtol=0, atol=0
-    )
-    after = grouped_topk(logits, 2, score_function="softmax")
-    assert after.ids.tolist() == sigmoid.ids.tolist()
-    assert after.weights.isnan().all()  # each choice holds a NaN, a +inf, or nothing but -inf
-    before = grouped_topk(logits, 2, score_function="softmax", pre_softmax=True)
-    assert before.ids.tolist() == [[0, 1]] * 4 and before.weights.isnan().all()
-    grouped = grouped_topk(logits, 2, 2, 1)
-    assert grouped.ids.tolist() == [[1, 0], [0, 1], [0, 1], [3, 2]]
-
-
 def test_logits_that_are_negated_lazily(device):
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(device)
     negated, lazily = grouped_topk(-logits, 2), grouped_topk(torch._neg_view(logits), 2)
     assert torch.equal(negated.ids, lazily.ids) and torch.equal(negated.weights, lazily.weights)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_logits_are_computed_in_float32(device, dtype):
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(50, 96, generator=generator).to(device, dtype)
-    options = dict(k=6, num_groups=8, group_topk=3, expert_bias=torch.randn(96, generator=generator).to(device) / 1000)
-    narrow, wide = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    ours, expected = grouped_topk(narrow, **options, dense=True), grouped_topk(wide, **options, dense=True)
-    assert ours.weights.dtype == torch.float32 and ours.probs.dtype == dtype
-    assert_equal("ids", ours.ids, expected.ids)
-    assert_equal("weights", ours.weights, expected.weights)
-    assert_equal("probs", ours.probs, expected.probs.to(dtype))
-    grad = torch.randn(50, 6, generator=generator).to(device)
-    ours.weights.backward(grad)
-    expected.weights.backward(grad)
-    assert_equal("gradient", narrow.grad, wide.grad.to(dtype))
-
-
-def test_replay_repeats_a_choice_with_other_logits(device):
-    generator = torch.Generator().manual_seed(5)
-    first, second = (torch.randn(30, 64, generator=generator).to(device) for _ in range(2))
-    recorded = grouped_topk(first, 8, 8, 4).ids
-    again = grouped_topk(first, 8, 8, 4, replay_ids=recorded)
-    assert_equal("weights", again.weights, grouped_topk(first, 8, 8, 4).weights)
-    replayed = grouped_topk(second, 8, 8, 4, replay_ids=recorded)
-    assert_equal("ids", replayed.ids, recorded)
-    assert_close("weights", replayed.weights, specified_weights(second, recorded, "sigmoid", False, None, None))
 
 
 @pytest.mark.needs(skips.no_gpu())
