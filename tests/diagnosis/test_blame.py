@@ -252,21 +252,6 @@ def test_what_is_not_read_here_is_heard():
     assert group._cause("failed", 1) == heard.cause
 
 
-def test_a_mistake_on_one_rank_says_what_it_was_on_all():
-    buffers = make_ranks(1, 3, timeout=20)
-
-    def work(buffer):
-        x, ids, weights = inputs(0)
-        if buffer.rank == 2:
-            x = [x[0].int()]
-        return ep.dispatch(x, ids, weights, buffer=buffer)
-
-    errors = run_together(buffers, work)
-    assert isinstance(errors[2], ValueError)
-    for error in errors[:2]:
-        assert str(error).startswith(f"rank 2 refused its arguments: {errors[2]}"), error
-
-
 def test_the_first_reason_stays():
     buffers = make_ranks(1, 3)
     run_together(buffers[:2], dispatch)

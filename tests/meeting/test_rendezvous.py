@@ -421,33 +421,18 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def run_hostile_answer(value: bytes, kind: object) -> str:
-    """Instead of rank 2, which does not come, somebody else answers."""
+def run_hostile(hostile: int, written: dict[str, bytes], kind: type) -> str:
+    """This rank does not take part in an exchange: it writes these values into the store. What the others hear."""
     rendezvous = meet()
     rendezvous.barrier()
-    if dist.get_rank() == 2:
-        rendezvous._store.set("2/2", value)
+    if dist.get_rank() == hostile:
+        for key, value in written.items():
+            rendezvous._store.set(f"2/{key}", value)
         apart()
         return ""
+    apart()
     with pytest.raises(ep.EPError) as caught:
         rendezvous.gather(kind(), kind=kind)
-    apart()
-    return str(caught.value)
-
-
-def run_hostile_collection(value: bytes) -> str:
-    """Somebody gives what all ranks are said to have told."""
-    rendezvous = meet()
-    rendezvous.barrier()
-    if dist.get_rank() == 0:
-        rendezvous._store.set("2/0", b"0")
-        rendezvous._store.set("2/all", value)
-        rendezvous._store.set("2/decision", b"agreed")
-        apart()
-        return ""
-    with pytest.raises(ep.EPError) as caught:
-        rendezvous.gather(dist.get_rank())
-    apart()
     return str(caught.value)
 
 
@@ -468,19 +453,23 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("value", "kind", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])
 def test_a_value_that_no_rank_has_told_is_an_error(ranks, value: bytes, kind: type, why: str) -> None:
-    for said in ranks.run(run_hostile_answer, value, kind)[:2]:
-        assert (
-            re.search(r"holds at key megatron_ep/.+/[0-9a-f]+/2/2 a value that no rank has written: ", said)
-            and why in said
-        )
-        assert len(said) < 400
+    for said in ranks.run(run_hostile, 2, {"2": value}, kind)[:2]:
+        says = r"holds at key megatron_ep/.+/[0-9a-f]+/2/2 a value that no rank has written: "
+        assert re.search(says, said) and why in said and len(said) < 400
+
+
+def told_by_all(value: bytes) -> dict[str, bytes]:
+    """What all ranks are said to have told."""
+    return {"0": b"0", "all": value, "decision": b"agreed"}
 
 
 def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
-    assert all("2/2 a value that no rank has written" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
     both = pickle.dumps([pickle.dumps((None, Bomb(str(tmp_path / "ran"))))] * W)
-    assert all("2/all a value that no rank has written" in said for said in ranks.run(run_hostile_collection, both)[1:])
+    for hostile, written, key in ((2, {"2": bomb}, "2"), (0, told_by_all(both), "all")):
+        heard = ranks.run(run_hostile, hostile, written, int)
+        heard.pop(hostile)
+        assert all(f"2/{key} a value that no rank has written" in said for said in heard)
     assert not (tmp_path / "ran").exists()
     pickle.loads(bomb)
     assert (tmp_path / "ran").exists(), "the bomb works"
@@ -488,26 +477,12 @@ def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
 
 def test_answers_of_other_ranks_than_these(ranks) -> None:
     for value in (codec.encode([b"1"] * (W + 1)), b'{"a": 1}', b"null"):
-        assert all(
-            "2/all a value that no rank has written" in said for said in ranks.run(run_hostile_collection, value)[1:]
-        )
-
-
-def run_hostile_verdict() -> str:
-    rendezvous = meet()
-    rendezvous.barrier()
-    if dist.get_rank() == 0:
-        rendezvous._store.set("2/decision", b"\x1b[2J\xff" + b"x" * (1 << 20))
-        apart()
-        return ""
-    apart()
-    with pytest.raises(ep.EPError) as caught:
-        rendezvous.gather(None)
-    return str(caught.value)
+        for said in ranks.run(run_hostile, 0, told_by_all(value), int)[1:]:
+            assert "2/all a value that no rank has written" in said
 
 
 def test_a_verdict_is_shown_as_bounded_text(ranks) -> None:
-    for said in ranks.run(run_hostile_verdict)[1:]:
+    for said in ranks.run(run_hostile, 0, {"decision": b"\x1b[2J\xff" + b"x" * (1 << 20)}, int)[1:]:
         assert said.startswith("?[2J\ufffdxxx") and len(said) < 5000
 
 

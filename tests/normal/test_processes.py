@@ -193,9 +193,18 @@ def test_a_set_up_is_logged_once_and_takes_no_collective():
     assert len(logged) == len(said) and all(map(re.fullmatch, said, logged)), logged
 
 
+REFUSED_BY_A_CALL = {
+    "reset": (ep.EPError, r"^rank 1 could not .*: the buffer is in use by another thread$"),
+    "release": (ValueError, "^rank 1 cannot release the buffer: a call is under way in another thread$"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_BY_A_CALL)
 @run_on("ranks")
-def test_a_call_in_another_thread_refuses_a_reset_for_all():
-    """Rank 1 has a thread in a dispatch, which must find what the others send although all have asked for a reset."""
+def test_a_call_in_another_thread_refuses_for_all(what):
+    """Rank 1 has a thread in a dispatch, which must find what the others send although all have asked for a reset, or
+    to give the memory back."""
+    kind, says = REFUSED_BY_A_CALL[what]
     calls = Normal(HOST, timeout=60)
     buffer, rank, received, own = calls.buffer, calls.rank, [], calls.own()
     call = threading.Thread(target=lambda: received.append(calls.dispatch(*own)))
@@ -206,8 +215,8 @@ def test_a_call_in_another_thread_refuses_a_reset_for_all():
             calls.dispatch(*own)  # it ends no call of another thread
     dist.barrier()
     started = time.monotonic()
-    with pytest.raises(ep.EPError, match=r"^rank 1 could not .*: the buffer is in use by another thread$"):
-        buffer.reset()
+    with pytest.raises(kind, match=says):
+        getattr(buffer, what)()
     assert time.monotonic() - started < 30, "the others waited for rank 1"
     if rank != 1:
         call.start()
@@ -260,21 +269,3 @@ def test_a_reset_that_fails_on_one_rank_fails_on_all():
         with pytest.raises(ep.EPAbortError, match=says):
             call()
     calls.is_usable_again()
-
-
-@run_on("ranks")
-def test_a_thread_ends_the_waits_of_all():
-    """Rank 3 never calls. The others wait for it until a thread of rank 0 ends that, long before their time is over."""
-    calls = Normal(HOST, timeout=60)
-    buffer, (x, ids, weights) = calls.buffer, calls.own()
-    started = time.monotonic()
-    if buffer.rank == 0:
-        threading.Timer(0.5, ep.abort_all, ["the job restarts"]).start()
-    if buffer.rank != 3:
-        with pytest.raises(ep.EPAbortError, match="rank 0 was told to stop: the job restarts"):
-            ep.dispatch(x, ids, weights, buffer=buffer)
-    assert time.monotonic() - started < 30
-    buffer.close()  # whatever the others do
-    another = Normal(HOST)
-    with another.buffer:
-        another.round_trips()

@@ -3,17 +3,16 @@
 import contextlib
 import os
 import signal
-import textwrap
-import threading
 import time
 import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import RANK_ENVIRONMENT, Program
+from rank_processes import LinkedProcess
 from run_on import run_on
 from waits import within
 
@@ -116,25 +115,6 @@ def test_a_rank_that_needs_the_memory_refuses_for_all() -> None:
 
 
 @run_on("ranks")
-def test_a_call_in_another_thread_refuses_for_all() -> None:
-    """Rank 1 has a thread in a dispatch, whose memory must not go."""
-    buffer, low_latency = make(timeout=60)
-    x, ids = (part[buffer.rank] for part in inputs())
-    call = threading.Thread(target=ep.dispatch, args=(x, ids), kwargs={"buffer": buffer})
-    if buffer.rank == 1:
-        call.start()
-        assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
-    dist.barrier()
-    with pytest.raises(ValueError, match="rank 1 cannot release the buffer: a call is under way in another thread"):
-        buffer.release()
-    if buffer.rank != 1:
-        call.start()
-    call.join()
-    use(buffer, low_latency)
-    buffer.release()
-
-
-@run_on("ranks")
 def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back() -> None:
     """As on a GPU, whose launches fail when nobody looks."""
     buffer, _ = make()
@@ -209,52 +189,40 @@ def test_memory_is_freed_once_nobody_maps_it(ranks, maps_others) -> None:
     assert set(left) == {not maps_others}
 
 
-RANK = """
-    import os, sys, time, torch, torch.distributed as dist
-    from unittest import mock
-    sys.path[:0] = [{tests!r}, {helpers!r}]
-    import megatron_ep as ep
-    import test_release as t
-    rank, dies, seconds = int(sys.argv[1]), sys.argv[3], float(sys.argv[4])
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=t.W)
-    def die(*_, **__): os.kill(os.getpid(), 9)
-    with mock.patch.object(t.distributed, "RENDEZVOUS_S", seconds):
-        buffer, low_latency = t.make(timeout=seconds)
-        t.use(buffer, low_latency)
-        print("ready", flush=True)
-        sys.stdin.readline()
+def run_rank(rank: int, folder: Path, dies: str, link: Connection) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=W)
+
+    def die(*_, **__) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(distributed, "RENDEZVOUS_S", 20.0):
+        buffer, low_latency = make(timeout=20.0)
+        use(buffer, low_latency)
+        link.send("ready")
+        link.recv()
         if rank == 2 and dies == "before":
             die()
         if rank == 2:
-            t.release.of_machine = die
-        started = time.monotonic()
+            release.of_machine = die
+        started, outcome = time.monotonic(), "released"
         try:
             buffer.release()
-            outcome = "released"
         except ep.EPError as error:
             outcome = str(error)
-        print(t.mapped(), time.monotonic() - started < 15, outcome, flush=True)
-"""
+        link.send((mapped(), outcome, time.monotonic() - started))
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile"])
 def test_a_rank_that_dies(tmp_path, dies) -> None:
     """Before it, the others are told; while memory is given back, nobody needs it any more. All ends soon: a rank
     whose death nobody noticed would be waited for for 20 s."""
-    here = Path(__file__).resolve()
-    script = textwrap.dedent(RANK).format(tests=str(here.parent), helpers=str(here.parents[1] / "helpers"))
-    environment = os.environ | RANK_ENVIRONMENT
-    processes = [Program(["-c", script, rank, tmp_path / "store", dies, 20], environment) for rank in range(W)]
-    try:
-        for process in processes:
-            assert process.read_line() == "ready\n"
-        for process in processes:
-            process.stdin.close()
-        says = [process.communicate(60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert processes[2].returncode == -signal.SIGKILL
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(LinkedProcess(run_rank, rank, tmp_path, dies)) for rank in range(W)]
+        assert [rank.hear() for rank in ranks] == ["ready"] * W
+        for rank in ranks:
+            rank.link.send("go")
+        said = [rank.hear() for rank in ranks[:2]]
+        assert ranks[2].wait(60) == -signal.SIGKILL
     absent = "rank 2 does not come to step 7 of the buffer's release: the process has ended"
-    for said in says[:2]:
-        assert said == f"0 True {absent if dies == 'before' else 'released'}\n"
+    for left, outcome, seconds in said:
+        assert (left, outcome) == (0, absent if dies == "before" else "released") and seconds < 15
