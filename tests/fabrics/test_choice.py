@@ -43,16 +43,15 @@ def find_spec(monkeypatch: pytest.MonkeyPatch):
     return hide
 
 
-def choose(*hosts: str, wanted: dict[int, str] | None = None, answers: Sequence[dict[int, str]] = ()) -> str:
-    """What is chosen when all ranks want and answer what this process does, but for what some of them say."""
+def choose(hosts: str, wanted: Sequence[str | None], answers: Sequence[dict[int, str]] = ()) -> str:
+    """What is chosen when all ranks answer what this process does, but for what some of them say."""
     questions = iter(answers)
-    wish = os.environ.get(choice.VARIABLE)
 
     def gather(mine: str | None) -> list[str | None]:
         others = next(questions, {})
         return [others.get(rank, mine) for rank in range(len(hosts))]
 
-    return choice.choose(hosts, [(wanted or {}).get(rank, wish) for rank in range(len(hosts))], gather).name
+    return choice.choose(hosts, wanted, gather).name
 
 
 def refuse(name: str):
@@ -62,46 +61,70 @@ def refuse(name: str):
     return load
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    assert choose("a", "a") == "p2p"
-    monkeypatch.setenv(choice.VARIABLE, "p2p")
-    assert choose("a", "a") == "p2p"
-    with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
-        choose("a", "b", "a")
-    monkeypatch.setenv(choice.VARIABLE, "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"):
-        choose("a")
+@pytest.fixture
+def networks(monkeypatch: pytest.MonkeyPatch):
+    """Call it to let this process have these networks, and no others."""
+
+    def have(*names: str) -> None:
+        loads = {name: (lambda: None) if name in names else refuse(name) for name in NETWORKS}
+        monkeypatch.setattr(choice, "NETWORKS", loads)
+        monkeypatch.setattr(verbs, "usable", (lambda: ["a port"]) if "verbs" in names else refuse("verbs"))
+        monkeypatch.setattr(verbs, "try_direct", (lambda gpu: None) if "ibgda" in names else refuse("ibgda"))
+
+    return have
 
 
-def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    loads = dict.fromkeys(NETWORKS, lambda: None)
-    monkeypatch.setattr(choice, "NETWORKS", loads)
-    assert choose("a", "b") == "nvshmem"
-    loads["nvshmem"] = refuse("nvshmem")
-    assert choose("a", "b") == "nccl"
-    loads["nccl"] = refuse("nccl")
-    assert choose("a", "b") == "tcp"
-    monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
-    assert choose("a", "b") == "verbs"
-    monkeypatch.setattr(verbs, "try_direct", lambda gpu: None)
-    assert choose("a", "b") == "ibgda"
-    assert choose("a", "b", answers=[{}, {}, {1: "another driver"}]) == "verbs"
-    assert choose("a", "a") == "p2p"
+ALL = (*NETWORKS, "ibgda", "verbs", "tcp")
 
 
-def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{1: nvshmem_env.NO_CARD}] * 4) == "tcp"
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "have", "answers", "chosen"),
+    [
+        ("aa", None, (), (), "p2p"),
+        ("aa", None, ALL, (), "p2p"),
+        ("aa", "p2p", (), (), "p2p"),
+        # the first that loads
+        ("ab", None, NETWORKS, (), "nvshmem"),
+        ("ab", None, ["nccl"], (), "nccl"),
+        ("ab", None, [], (), "tcp"),
+        ("ab", None, ["verbs"], (), "verbs"),
+        ("ab", None, ["verbs", "ibgda"], (), "ibgda"),
+        # everywhere
+        ("ab", None, ["verbs", "ibgda"], [{}, {}, {1: "another driver"}], "verbs"),
+        ("ab", None, NETWORKS, [{1: nvshmem_env.NO_CARD}] * 4, "tcp"),
+        ("ab", None, NETWORKS, [{1: "no nvshmem"}], "nccl"),
+        ("abc", None, NETWORKS, [{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}], "tcp"),
+        # what is asked for counts, on one machine too
+        *((hosts, name, ALL, (), name) for name in ALL for hosts in ("ab", "aa")),
+    ],
+)
+def test_choice(networks, hosts: str, wanted: str | None, have, answers, chosen: str) -> None:
+    networks(*have)
+    assert choose(hosts, [wanted] * len(hosts), answers) == chosen
+
+
+def test_several_machines_without_a_card_take_the_host(networks, cards: Path) -> None:
+    networks(*NETWORKS)
     (cards / "card").rmdir()
-    assert choose("a", "b") == "tcp"
-    monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
-    monkeypatch.setattr(verbs, "try_direct", lambda gpu: None)
-    for name in (*NETWORKS, "ibgda", "verbs", "tcp"):  # what is asked for counts
-        monkeypatch.setenv(choice.VARIABLE, name)
-        assert choose("a", "b") == choose("a", "a") == name
+    assert choose("ab", [None] * 2) == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "answers", "kind", "says"),
+    [
+        ("aba", ["p2p"] * 3, (), ep.EPError, "p2p connects the processes of one machine, but the ranks run on a, b"),
+        ("a", ["pigeon"], (), ValueError, "'pigeon', must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"),
+        ("aa", [None, "pigeon"], (), ValueError, "is unset on rank 0, 'pigeon' on rank 1, must be one of p2p"),
+        ("aaa", [None, "nccl", None], (), ep.EPError, "is unset on rank 0 and 2, 'nccl' on rank 1, must be the same"),
+        ("ab", ["nvshmem"] * 2, [{1: "no nvshmem"}], ep.EPError, "^no nvshmem on rank 1$"),
+        # and no other one instead
+        *((hosts, ["nccl"] * 2, (), ep.EPError, "^nccl lacks something$") for hosts in ("aa", "ab")),
+    ],
+)
+def test_what_cannot_be_chosen(networks, hosts: str, wanted, answers, kind: type[Exception], says: str) -> None:
+    networks("nvshmem")
+    with pytest.raises(kind, match=says):
+        choose(hosts, wanted, answers)
 
 
 def test_hosts_of_one_nvlink_domain_map_each_other_or_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +143,6 @@ def test_hosts_of_one_nvlink_domain_map_each_other_or_say_why(monkeypatch: pytes
         choose_with("rank 1: NOT_PERMITTED", "p2p")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(choice.VARIABLE, name)
-    monkeypatch.setattr(choice, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "a") == name
-    monkeypatch.setattr(choice, "NETWORKS", {other: refuse(other) for other in NETWORKS})
-    for hosts in (["a", "a"], ["a", "b"]):  # and no other one instead
-        with pytest.raises(ep.EPError, match=f"^{name} lacks something$"):
-            choose(*hosts)
-
-
 def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "NETWORKS", {"nvshmem": refuse("nvshmem"), "nccl": lambda: None})
 
@@ -143,26 +155,6 @@ def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "NETWORKS", {name: refuse(name) for name in NETWORKS})
     lacks = "; ".join(f"{name} lacks something" for name in (*NETWORKS, "ibgda", "verbs"))
     assert reason("ab") == f"2 machines; {lacks}"
-
-
-def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
-        choose("a", "a", "a", wanted={1: "nccl"})
-    with pytest.raises(
-        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"
-    ):
-        choose("a", "a", wanted={1: "pigeon"})
-
-
-def test_the_first_network_that_loads_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{1: "no nvshmem"}]) == "nccl"
-    assert choose("a", "b", "c", answers=[{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}]) == "tcp"
-    monkeypatch.setenv(choice.VARIABLE, "nvshmem")
-    with pytest.raises(ep.EPError, match=r"^no nvshmem on rank 1$"):
-        choose("a", "b", answers=[{1: "no nvshmem"}])
 
 
 def test_a_library_that_is_loaded_through_a_link(tmp_path: Path) -> None:
@@ -185,11 +177,6 @@ def test_a_fabric_that_was_not_built(find_spec, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ep.EPError, match=f"{name} fabric was not built: it needs nvcc and the package {package}"):
         choice.NETWORKS[name]()
     assert package in choice.report()[name]
-
-
-def test_several_machines_need_no_library(find_spec) -> None:
-    find_spec(*(f"megatron_ep._{name}" for name in NETWORKS))
-    assert choose("a", "b") == "tcp"
 
 
 def built(name: str) -> None:

@@ -1,6 +1,7 @@
-"""Host ranks of several machines over network cards that write to each other's memory. The machines are this one, under
-several names, and the cards are those of a libibverbs of the tests' own (tests/csrc/fake_ibverbs.cpp): no real one has
-been seen."""
+"""Host ranks of several machines over network cards that write to each other's memory: over verbs, and over ibgda,
+where ranks post in a card's own queues as GPUs do. The machines are this one, under several names, and the cards are
+those of a libibverbs and a libmlx5 of the tests' own (tests/csrc/fake_ibverbs.cpp, fake_mlx5.h): no real one has been
+seen."""
 
 import errno
 import re
@@ -11,18 +12,19 @@ import torch
 import torch.distributed as dist
 from cards import cards_with, library, use_library
 from forced_machines import machines_of
-from over_networks import W
+from over_networks import W, run_cases
+from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import choice, near_cards, nvshmem_env, verbs
+from megatron_ep.fabrics import choice, near_cards, nvshmem_env, tcp, verbs
 from megatron_ep.tools.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="module")
 def ranks():
     with LocalRanks(W, 120) as ranks:
-        ranks.run(use_library, library(), "verbs")
+        ranks.run(use_library, library(), "ibgda")
         yield ranks
 
 
@@ -35,27 +37,19 @@ def buffer_of(**settings) -> ep.Buffer:
 WANTED = dict(zip(verbs.SETTINGS, (106, 3, 2, 19, 5), strict=True))
 
 
-def run_with_service(wanted: dict[str, int]) -> str:
-    """Of the last rank something else."""
-    own = {name: str(value) for name, value in (wanted if dist.get_rank() == W - 1 else WANTED).items()}
+@run_on("ranks")
+def test_connections_are_as_the_environment_says():
+    """Or an error on all ranks, if the last one wants something else."""
+    own = {name: str(value) for name, value in WANTED.items()}
     facts = {verbs.SETTINGS[name][0]: value for name, value in WANTED.items()}
     with machines_of(1, "verbs"), cards_with(**facts), mock.patch.dict("os.environ", own):
-        try:
-            with buffer_of(timeout=20) as buffer:
-                ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_connections_are_as_the_environment_says(ranks):
-    assert ranks.run(run_with_service, WANTED) == [""] * W
-
-
-def test_ranks_that_want_other_connections_are_told(ranks):
-    for name in WANTED:
-        for text in ranks.run(run_with_service, WANTED | {name: 1}):
-            assert text == f"environment variable {name} is {WANTED[name]} on rank 0 and 1 on rank 3, must be equal"
+        with buffer_of(timeout=20) as buffer:
+            ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
+        for name, value in WANTED.items():
+            says = f"^environment variable {name} is {value} on rank 0 and 1 on rank 3, must be equal$"
+            other = mock.patch.dict("os.environ", {name: "1"} if dist.get_rank() == W - 1 else {})
+            with other, pytest.raises(ValueError, match=says):
+                buffer_of(timeout=20)
 
 
 @pytest.mark.parametrize(("name", "value", "range_"), [("TC", "256", "[0, 255]"), ("TIMEOUT", "0", "[1, 31]")])
@@ -73,24 +67,101 @@ def test_a_library_that_cannot_provide_for_forks(own_library):
         verbs.ports()
 
 
+@run_on("ranks")
+def test_no_row_goes_over_tcp():
+    """No thread of the host carries rows over ibgda: over TCP, or by telling a card."""
+    sent = []
+    whole = tcp.Network.segments_sent
+    with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+        network = buffer._group._network
+        ids = torch.arange(16).repeat(64, 1)[:, :4].contiguous()
+        for _ in range(2):
+            dist.barrier()
+            before = sum(count for count, _ in whole(network).values())
+            for _ in range(10):
+                ep.dispatch(torch.ones(64, 7168), ids, buffer=buffer)
+            sent.append(sum(count for count, _ in whole(network).values()) - before)
+            dist.barrier()
+    assert max(sent) <= 500
+
+
+@run_on("ranks")
+def test_the_bits_over_several_cards_a_rank():
+    rank = dist.get_rank()
+    with cards_with(devices=2, seed=7 + rank):
+        run_cases("ibgda", 1, 1, range(1))
+        with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+            assert buffer._group._network.cards() == [f"rank {rank} has fake_0 port 1 and fake_1 port 1"]
+
+
 # ---- which fabric, which card
 
 
-def run_choice(facts: dict[str, int], wanted: str) -> str:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("libnone.so.1", r"libnone\.so\.1: cannot open .* on rank 1$"),
+        ("libm.so.6", r"libm\.so\.6 has no mlx5dv_is_supported: it needs rdma-core"),
+    ],
+)
+@run_on("ranks")
+def test_what_is_missing_of_libmlx5_is_said(name, says):
+    """It is missing on rank 1."""
+    with (
+        machines_of(1, "ibgda"),
+        mock.patch.object(verbs, "MLX5_LIBRARY", name if dist.get_rank() == 1 else verbs.MLX5_LIBRARY),
+        pytest.raises(EPError, match=f"^the ibgda fabric needs.*{says}"),
+    ):
+        buffer_of(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "taken"),
+    [
+        ({}, "", "ibgda"),
+        (dict(mlx5=0), "", "verbs"),
+        (dict(down=1), "", "tcp"),
+        ({}, "verbs", "verbs"),
+        ({}, "tcp", "tcp"),
+        ({}, "nccl", "ibgda"),  # what is wanted of GPUs
+    ],
+)
+@run_on("ranks")
+def test_the_best_that_all_ranks_have_is_taken(facts, wanted, taken):
+    """facts: of the card of the last rank."""
     with (
         machines_of(2, wanted),
         mock.patch.object(nvshmem_env, "has_cards", lambda: True),
         cards_with(**facts if dist.get_rank() == 3 else {}),
         ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
     ):
-        return buffer.fabric
+        assert buffer.fabric == taken
 
 
-def test_cards_are_taken_where_all_ranks_have_one(ranks):
-    assert set(ranks.run(run_choice, {}, "")) == {"verbs"}
-    assert set(ranks.run(run_choice, dict(down=1), "")) == {"tcp"}
-    assert set(ranks.run(run_choice, {}, "tcp")) == {"tcp"}
-    assert set(ranks.run(run_choice, {}, "nccl")) == {"verbs"}  # what is wanted of GPUs
+def test_report(own_library, monkeypatch):
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
+    with cards_with(devices=2):
+        facts = choice.report()
+    assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
+    assert facts["card of each rank"] == "on the host in turn fake_0:1, fake_1:1"
+    assert facts["chosen on the host"] == "shared memory on one machine, ibgda on several"
+    monkeypatch.setattr(verbs.near_cards, "of_process", lambda: ["fake_1", "fake_2"])
+    with cards_with(devices=2):
+        assert verbs.report_of_ranks([]).endswith(
+            "fake_0:1, fake_1:1; bound to a NUMA node as this process is, fake_1:1"
+        )
+    with cards_with(mlx5=0):
+        facts = choice.report()
+    assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
+    assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
+    with cards_with(down=1):
+        facts = choice.report()
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
+    assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: False)
+    assert choice.report()["verbs"].startswith("no network card for RDMA in ")
 
 
 def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
@@ -100,10 +171,15 @@ def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
     assert chosen == choice.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
 
 
-def names_of(machines: list[str], **near) -> list[str]:
-    """The card that each rank takes."""
-    ranks = range(len(machines))
-    return [card.port_name.split()[0] for rank in ranks for card in verbs.cards_for("verbs", rank, machines, **near)]
+def names_of(machines: list[str], fabric: str = "verbs", **near) -> list[list[str]]:
+    """The cards that each rank takes."""
+    taken = [verbs.cards_for(fabric, rank, machines, **near) for rank in range(len(machines))]
+    return [[card.port_name.split()[0] for card in cards] for cards in taken]
+
+
+def names_of_ones(machines: list[str], **near) -> list[str]:
+    """The card that each rank takes over verbs."""
+    return [name for [name] in names_of(machines, **near)]
 
 
 def test_cards_of_the_numa_node_that_a_rank_is_bound_to(own_library, monkeypatch):
@@ -111,7 +187,7 @@ def test_cards_of_the_numa_node_that_a_rank_is_bound_to(own_library, monkeypatch
     first, second = ["fake_2", "fake_3"], ["fake_0", "fake_1", "fake_9"]
 
     def taken(*near: list[str] | None) -> list[str]:
-        return names_of(machines, near=near)
+        return names_of_ones(machines, near=near)
 
     in_turn = ["fake_0", "fake_0", "fake_1", "fake_1", "fake_2", "fake_2"]
     with cards_with(devices=4):
@@ -130,7 +206,7 @@ def test_the_card_near_its_gpu(own_library, monkeypatch):
     gpus = ["near the last", "near the last", "near two", "near two", None]
 
     def taken():
-        return names_of(machines, gpus=gpus)
+        return names_of_ones(machines, gpus=gpus)
 
     with cards_with(devices=3):
         assert taken() == ["fake_2", "fake_2", "fake_0", "fake_1", "fake_0"]
@@ -142,7 +218,7 @@ def test_cards_by_name(own_library, monkeypatch):
     with cards_with(devices=3):
         assert [port.device for port in verbs.usable()] == ["fake_0", "fake_1", "fake_2"]
         machines = ["a", "b", "a", "a", "a"]  # a rank's place on its machine says which card
-        assert names_of(machines) == [f"fake_{card}" for card in (0, 0, 1, 2, 0)]
+        assert names_of_ones(machines) == [f"fake_{card}" for card in (0, 0, 1, 2, 0)]
         monkeypatch.setenv(verbs.VARIABLE, "fake_2, fake_0:1")
         assert [port.device for port in verbs.usable()] == ["fake_0", "fake_2"]
         for name in ("fake_3", "fake_0:2", ""):
@@ -154,3 +230,32 @@ def test_cards_by_name(own_library, monkeypatch):
 def test_without_the_library():
     with mock.patch.object(verbs, "LIBRARY", "libnone.so.1"), pytest.raises(EPError, match="needs libnone"):
         verbs.usable()
+
+
+def test_ranks_of_a_machine_share_its_cards(own_library):
+    machines = ["a", "b", "a"]
+    with cards_with(devices=5):
+        shared = [["fake_0", "fake_2", "fake_4"], [f"fake_{i}" for i in range(5)], ["fake_1", "fake_3"]]
+        assert names_of(machines, "ibgda") == shared
+        near = [["fake_4"], ["fake_4"], ["fake_0", "fake_1"]]
+        assert len(names_of(machines, "ibgda", near=near)[0]) == 3  # on b there is one rank
+        taken = names_of(["a", "a", "b", "b"], "ibgda", near=near[::2] * 2)
+        assert taken == [["fake_4"], ["fake_0", "fake_1"]] * 2
+    assert names_of(machines, "tcp") == [[]] * 3
+
+
+def test_rails_that_differ_are_named():
+    machines = ["a", "a", "b", "b"]
+    assert not verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["y"]])
+    assert verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["x"]]).startswith(
+        "rank 1 has y, rank 3 has x: if a"
+    )
+
+
+def test_which_card_the_rank_of_a_gpu_takes(own_library, monkeypatch):
+    near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
+    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
+    monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
+    with cards_with(devices=3):
+        assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"
+        assert verbs.report_of_ranks(["a", "b"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1 (ibgda: fake_1:1 too)"
