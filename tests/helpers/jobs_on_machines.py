@@ -62,7 +62,7 @@ for call in range(10**9):
 def torchrun(made: Any, *arguments: str, ranks: int) -> list[str]:
     """The command, on each machine, of a job with so many ranks a machine."""
     script = (
-        f'exec "$0" -m torch.distributed.run --nnodes 2 --node-rank $MACHINE --nproc-per-node {ranks} '
+        f'exec "$0" -m torch.distributed.run --nnodes {made.count} --node-rank $MACHINE --nproc-per-node {ranks} '
         f'--master-addr {made.address(0)} --master-port 29500 "$@"'
     )
     return ["sh", "-c", script, sys.executable, *arguments]
@@ -72,11 +72,11 @@ def log_of(folder: Path, machine: int) -> Path:
     return folder / f"{machine}.log"
 
 
-def start(made: Any, folder: Path, command: list[str]) -> list[subprocess.Popen[str]]:
+def start(made: Any, folder: Path, command: list[str], **variables: str) -> list[subprocess.Popen[str]]:
     processes = []
     for machine in range(made.count):
         with log_of(folder, machine).open("w") as log:
-            environment = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp"}
+            environment = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp", **variables}
             processes.append(made.start(machine, command, environment, stdout=log, stderr=log, cwd=ROOT))
     return processes
 

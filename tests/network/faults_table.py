@@ -19,15 +19,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
-from jobs_on_machines import COMPARED_CALLS, ROOT, log_of, torchrun, wait_for
+from jobs_on_machines import COMPARED_CALLS, log_of, start, torchrun, wait_for
 from machines import Machines, why_no_filter, why_not
 
-# Calls for ever, compared with those of one machine. With a third argument the buffer is made once a file of that name
-# is there. With a fourth that rank has a forked child.
+# Calls for ever, compared with those of one machine. With a second argument the buffer is made once a file of that name
+# is there. With a third that rank has a forked child. With a fourth machine 0 says that it has this address.
 PROGRAM = (
     COMPARED_CALLS
     + """
-go, parent = sys.argv[2], int(sys.argv[3])
+go, parent, address = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+if address and os.environ["MACHINE"] == "0":
+    os.environ["MEGATRON_EP_ADDRESS"] = address
 print(f"RANK {rank} IS READY", flush=True)
 while go and not Path(go).exists():
     time.sleep(0.05)
@@ -52,18 +54,11 @@ class Job:
     def __init__(self, folder: Path, timeout: float, *, hostname: str | None, waits: str, parent: int):
         self.folder, self.made = folder, Machines(2, hostname)
         self.go = folder / "go"
-        self.environment: dict[str, str] = {}
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        arguments = [str(program), str(timeout), str(self.go) if waits else "", str(parent)]
-        self.launchers = []
-        for machine in range(2):
-            own = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp"}
-            if waits == "address" and machine == 0:  # which the others call
-                own["MEGATRON_EP_ADDRESS"] = "127.0.0.1"
-            with log_of(folder, machine).open("w") as log:
-                command = torchrun(self.made, *arguments, ranks=2)
-                self.launchers.append(self.made.start(machine, command, own, stdout=log, stderr=log, cwd=ROOT))
+        wrong = "127.0.0.1" if waits == "address" else ""  # which the others call
+        arguments = map(str, [program, timeout, self.go if waits else "", parent, wrong])
+        start(self.made, folder, torchrun(self.made, *arguments, ranks=2))
         wait_for(folder, r"RANK \d IS READY", 4, 300)
         if not waits:
             self.wait_for_calls(range(4), time.time())
