@@ -1,5 +1,6 @@
 """`DispatchedCoreAttention`: attention on whatever rank has time is attention at home, in a module and in a model."""
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -38,6 +39,7 @@ from megatron_ep.megatron.layer import ep_layer_spec
 pytestmark = pytest.mark.numerical
 
 W = 4
+TE = "Transformer Engine"
 # Of each rank's documents: rank 0 has most attention to compute, and one of rank 2's is longer than a block.
 LENGTHS = ([600], [40, 3, 130, 1], [300, 60], [9] * 12)
 
@@ -191,20 +193,30 @@ def run_model(by, recompute):
     """A GPT of two layers: with attention at home, and with it dispatched."""
     join_layout(1, 1)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    expected, _ = _losses(varlen_spec(spec), False)
-    if by == "spec":
-        ours, model = _losses(sequence_spec(ep_layer_spec(spec)), recompute)
-    else:
-        attention.enable()
-        try:
-            ours, model = _losses(spec, recompute)
-        finally:
-            attention.disable()
-    assert sum(isinstance(module, DispatchedCoreAttention) for module in model.modules()) == 2
+    with contextlib.ExitStack() as stack:
+        kind, at_home = DispatchedCoreAttention, varlen_spec(spec)
+        if by == TE:
+            kind = stack.enter_context(te_attention.installed())
+            at_home = spec = with_te(spec, kind)
+        expected, theirs = _losses(at_home, False)
+        if by == "enable":
+            attention.enable()
+            stack.callback(attention.disable)
+        else:
+            spec = sequence_spec(ep_layer_spec(spec))
+        ours, model = _losses(spec, recompute)
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    assert len(layers) == 2
+    if by == TE:
+        assert [type(layer).__name__ for layer in layers] == ["DispatchedTEDotProductAttention"] * 2
+        names = [{name for name in of.state_dict() if ".core_attention" in name} for of in (theirs, model)]
+        assert names[0] == names[1] and len(names[0]) == 2, "a checkpoint of one is one of the other"
     return ours, expected
 
 
-@pytest.mark.parametrize(("by", "recompute"), [("spec", True), ("enable", False), at_night("spec", False)])
+@pytest.mark.parametrize(
+    ("by", "recompute"), [("spec", True), ("enable", False), at_night("spec", False), (TE, True), at_night(TE, False)]
+)
 def test_a_model_has_the_losses_of_attention_at_home(four_ranks, by, recompute):
     for ours, expected in four_ranks.run(run_model, by, recompute):
         assert ours == pytest.approx(expected, abs=1e-5)
@@ -413,26 +425,6 @@ def test_transformer_engine_without_rows(four_ranks):
     assert [shape for shape, _, _ in ranks] == [[3, 8], [0, 8], [5, 8], [6, 8]]
     assert [calls for _, calls, _ in ranks] == [1, 0, 1, 1]
     assert [grad > 0 for _, _, grad in ranks] == [True, False, True, True]
-
-
-def run_te_model(recompute):
-    join_layout(1, 1)
-    with te_attention.installed() as kind:
-        spec = with_te(gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False), kind)
-        expected, at_home = _losses(spec, False)
-        ours, model = _losses(sequence_spec(ep_layer_spec(spec)), recompute)
-    layers = [module for module in model.modules() if isinstance(module, kind)]
-    assert [type(layer).__name__ for layer in layers] == ["DispatchedTEDotProductAttention"] * 2
-    names = [{name for name in of.state_dict() if ".core_attention" in name} for of in (at_home, model)]
-    assert names[0] == names[1] and len(names[0]) == 2, "a checkpoint of one is one of the other"
-    return ours, expected
-
-
-@pytest.mark.parametrize("recompute", [at_night(False), True])
-def test_a_model_with_transformer_engine(four_ranks, recompute):
-    for ours, expected in four_ranks.run(run_te_model, recompute):
-        assert ours == pytest.approx(expected, abs=1e-5)
-        assert expected[-1] < expected[0] - 0.1, "the model learns"
 
 
 def test_specs_with_transformer_engine():

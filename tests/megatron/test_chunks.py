@@ -18,55 +18,20 @@ import torch
 import torch.distributed as dist
 from counted_experts import CountedExperts, make_layer
 from delayed_experts import DelayedExperts
-from dispatcher_steps import assert_small, compare_configured
 from host_backends import Launches
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from shared_settings import configured
 
-import megatron_ep as ep
 from megatron_ep.megatron import chunks
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.router import fused_router
 from megatron_ep.normal import autograd
 
 pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
 
 W = 4
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-UNEVEN = [24, 7, 1, 3]
-LAYERS = {
-    "plain": {},
-    "shared expert": {"moe_shared_expert_intermediate_size": 24},
-    "recompute": RECOMPUTE,
-    "capacity drops": {"moe_expert_capacity_factor": 1.0},
-    "top-k 3": {"moe_router_topk": 3},
-    "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
-}
-
-
-@pytest.mark.parametrize("tokens", [24, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_layer_in_two_chunks_equals_megatrons(four_ranks, options, tokens):
-    if "moe_expert_capacity_factor" in options and tokens is UNEVEN:
-        tokens = [24, 8, 2, 4]  # Megatron's capacity of a single token is none
-    assert_small(four_ranks.run(compare_configured, {"moe_chunks": 2}, 1, W, tokens, 3, options), 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "router", "settings"),
-    [
-        ({}, None, {"topology": ep.Topology(2, 2)}),
-        ({}, None, {"moe_apply_probs_on_combine": True}),
-        ({**RECOMPUTE, "moe_router_topk": 3}, None, {"topology": ep.Topology(2, 2)}),
-        ({"params_dtype": torch.float32, "moe_router_dtype": "fp32"}, fused_router, {}),
-    ],
-)
-def test_other_layers_in_two_chunks_equal_megatrons(four_ranks, options, router, settings):
-    settings = {"moe_chunks": 2, **settings}
-    differences = four_ranks.run(compare_configured, settings, 1, W, 24, 3, options, router)
-    assert_small(differences, 1e-6 if router else 1e-12)
 
 
 def _routed(layer, x, probs, ids, grad):
@@ -246,7 +211,7 @@ def test_delayed_weight_gradients_are_ddps_in_the_same_step(number, fuses):
             grads.append({name: parameter.main_grad.clone() for name, parameter in model.named_parameters()})
         for name, theirs in grads[0].items():
             assert theirs.any()
-            torch.testing.assert_close(grads[1][name], theirs, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(grads[1][name], theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
         assert not layer.experts.later
     assert "".join(layer.experts.told) == ("E" * number + "W" * number) * 4
 

@@ -129,25 +129,19 @@ def test_waits_end_before_the_restarter_loses_patience(given, timeout, variable,
         assert flags.fitting_timeout(given.split(), timeout) == fitting
 
 
-SHOWN = """
-import sys
-from megatron_ep.megatron import shared_buffers
-print(shared_buffers._config["timeout"], sys.argv[1:2])
-"""
-
-
-def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
-    (tmp_path / "script.py").write_text(SHOWN)
-    restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
-    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", tmp_path / "script.py", *restart])
-    assert done.stdout.splitlines()[-1:] == ["22.5 ['--inprocess-restart']"], done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("options", [[], ["--ep-sequences"]])
-def test_pretrain_dispatches_attention_where_it_is_told_to(tmp_path, options):
-    (tmp_path / "script.py").write_text("from megatron_ep.megatron import attention\nprint(attention.is_enabled())")
-    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", *options, tmp_path / "script.py"])
-    assert done.stdout.splitlines()[-1:] == [str(bool(options))], done.stderr[-2000:]
+@pytest.mark.parametrize(
+    ("options", "shown", "value"),
+    [
+        (["--inprocess-restart", "--inprocess-soft-timeout", "30"], "shared_buffers._config['timeout']", "22.5"),
+        (["--ep-sequences"], "attention.is_enabled()", "True"),
+        ([], "attention.is_enabled()", "False"),
+    ],
+)
+def test_what_pretrain_has_set_when_the_script_runs(tmp_path, options, shown, value):
+    script = tmp_path / "script.py"
+    script.write_text(f"from megatron_ep.megatron import attention, shared_buffers\nprint({shown})")
+    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", script, *options])
+    assert done.stdout.splitlines()[-1:] == [value], done.stderr[-2000:]
 
 
 def _timeout_in_force():

@@ -21,6 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import layer as layers
+from megatron_ep.megatron import plugin
+from megatron_ep.megatron import spec as by_name
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
@@ -29,18 +31,15 @@ from megatron_ep.megatron.router import fused_router
 pytestmark = pytest.mark.numerical
 
 
+def _config(**options):
+    """Of a model of two dense layers and two MoE layers, where no groups are needed."""
+    sizes = dict(num_layers=4, hidden_size=32, num_attention_heads=4, num_moe_experts=8, moe_ffn_hidden_size=32)
+    rest = dict(moe_layer_freq=[0, 0, 1, 1], add_bias_linear=False, transformer_impl="local")
+    return TransformerConfig(**{**sizes, **rest, "use_cpu_initialization": True, **options})
+
+
 def _block_spec(moe_layer_freq):
-    config = TransformerConfig(
-        num_layers=len(moe_layer_freq),
-        hidden_size=32,
-        num_attention_heads=4,
-        num_moe_experts=8,
-        moe_ffn_hidden_size=32,
-        moe_layer_freq=moe_layer_freq,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        params_dtype=torch.float32,
-    )
+    config = _config(num_layers=len(moe_layer_freq), moe_layer_freq=moe_layer_freq)
     return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
 
 
@@ -52,15 +51,19 @@ def _submodules(mlp):
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
+def _classes(block):
+    return [_layer_class(layer.submodules.mlp) for layer in block.layer_specs]
+
+
 def test_block_spec_replaces_the_moe_layers_and_nothing_else():
     spec = _block_spec([0, 1, 1])
     before = copy.copy(spec.layer_specs)
     ours = ep_layer_spec(spec)
 
     assert ours.layer_specs[0] is spec.layer_specs[0], "a dense layer stays the same object"
+    assert _classes(ours)[1:] == [EPMoELayer] * 2
+    assert _classes(spec)[1:] == [MoELayer] * 2, "the argument is not changed"
     for layer, original in zip(ours.layer_specs[1:], spec.layer_specs[1:], strict=True):
-        assert _layer_class(layer.submodules.mlp) is EPMoELayer
-        assert _layer_class(original.submodules.mlp) is MoELayer, "the argument is not changed"
         assert layer.submodules.self_attention is original.submodules.self_attention
         assert _submodules(layer.submodules.mlp) is _submodules(original.submodules.mlp)
     assert ours.layer_norm is spec.layer_norm
@@ -114,23 +117,12 @@ def test_a_module_named_by_its_path_is_found():
 
 
 def test_applying_it_twice_changes_nothing_more():
-    once = ep_layer_spec(_block_spec([0, 1]))
-    twice = ep_layer_spec(once)
-    assert _layer_class(twice.layer_specs[1].submodules.mlp) is EPMoELayer
+    assert _classes(ep_layer_spec(ep_layer_spec(_block_spec([0, 1]))))[1] is EPMoELayer
 
 
 def test_multi_token_prediction_spec(monkeypatch):
     monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda **_: True)  # one stage, no groups needed
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_moe_experts=8,
-        moe_ffn_hidden_size=32,
-        mtp_num_layers=1,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-    )
+    config = _config(num_layers=1, moe_layer_freq=1, mtp_num_layers=1)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
     spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, pp_rank=0)
     ours = ep_layer_spec(spec)
@@ -152,18 +144,51 @@ def test_a_spec_without_a_moe_layer_is_an_error(spec):
 def test_a_dense_model_is_an_error():
     with pytest.raises(ValueError, match="num_moe_experts"):
         ep_layer_spec(gpt_layer_specs.get_gpt_layer_local_spec())
+    dense = _config(num_moe_experts=None, moe_ffn_hidden_size=None, moe_layer_freq=1, ffn_hidden_size=64)
+    with pytest.raises(ValueError, match="num_moe_experts is None"):
+        by_name.gpt(dense)
 
 
-def _declared_types():
+# ---- what Megatron-LM and Megatron-Bridge call by name
+
+
+@pytest.fixture
+def one_stage(monkeypatch):
+    """No groups: the first pipeline stage, of two where the config says so."""
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    yield
+    plugin.disable()
+
+
+@pytest.mark.parametrize("holder", [lambda config: config, lambda config: SimpleNamespace(transformer=config)])
+def test_a_block_with_our_layers(one_stage, holder):
+    classes = _classes(by_name.gpt(holder(_config())))
+    assert classes[2:] == [EPMoELayer, EPMoELayer] and EPMoELayer not in classes[:2]
+    assert _submodules(by_name.gpt_fused_router(_config()).layer_specs[3].submodules.mlp).router is fused_router
+    assert not plugin.is_enabled()
+
+
+def test_a_pipeline_stage_of_dense_layers(one_stage):
+    block = by_name.gpt(_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32))
+    assert len(block.layer_specs) == 2 and not {EPMoELayer, MoELayer} & set(_classes(block))
+
+
+def test_multi_token_prediction_needs_the_plugin(one_stage):
+    with pytest.raises(ValueError, match=r"mtp_num_layers is 1, .*plugin\.enable"):
+        by_name.gpt(_config(mtp_num_layers=1))
+    assert not plugin.is_enabled(), "a spec touches nothing of the process"
+    plugin.enable()
+    assert _classes(by_name.gpt(_config(mtp_num_layers=1)))[2:] == [EPMoELayer, EPMoELayer]
+
+
+@run_on("four_ranks")
+def test_the_declared_dispatcher_type_stays_declared():
     join_layout(1, 4)
     config = make_config(moe_shared_expert_intermediate_size=16)
     layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=config)
     assert isinstance(layer.token_dispatcher, EPTokenDispatcher) and layer.config is config
-    return {module.config.moe_token_dispatcher_type for module in layer.modules() if hasattr(module, "config")}
-
-
-def test_the_declared_dispatcher_type_stays_declared(four_ranks):
-    assert four_ranks.run(_declared_types) == [{"alltoall"}] * 4
+    types = {module.config.moe_token_dispatcher_type for module in layer.modules() if hasattr(module, "config")}
+    assert types == {"alltoall"}
 
 
 @run_on("four_ranks")

@@ -94,13 +94,16 @@ def test_where_the_forward_pass_is_not_known_the_replay_asks():
     assert counts == 4
 
 
-def _a_checkpoint_around(settings):
-    """Of four layers, which are called twice, with the same input, before the first of them is replayed."""
+@pytest.mark.parametrize(("method", "number"), [("uniform", 1), ("uniform", 2), ("block", 3)])
+@run_on("four_ranks")
+def test_a_replay_of_layers_around_asks_for_no_counts(method, number):
+    """Of four layers in a checkpoint, which are called twice, with the same input, before the first is replayed."""
     join_layout(1, W)
     model_parallel_cuda_manual_seed(1)
     rest = {"num_layers": 4, "params_dtype": torch.float32, "moe_router_dtype": "fp32"}
     blocks = []
-    for recompute in ({}, {"recompute_granularity": "full", **settings}):
+    full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
+    for recompute in ({}, full):
         config = make_config(**rest, **recompute)
         spec = ep_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
         blocks.append(TransformerBlock(config, spec, post_process=False))
@@ -112,14 +115,9 @@ def _a_checkpoint_around(settings):
         model_parallel_cuda_manual_seed(1)
         results.append(_backward(block, x, grad))
     (expected, (counts, dispatches, combines)), (actual, calls) = results
-    replays = 2 * (3 if settings["recompute_method"] == "block" else 4)
+    replays = 2 * (3 if method == "block" else 4)
     assert calls == [counts, dispatches + replays, combines + replays], "no counts more"
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("method", "layers"), [("uniform", 1), ("uniform", 2), ("block", 3)])
-def test_a_replay_of_layers_around_asks_for_no_counts(four_ranks, method, layers):
-    four_ranks.run(_a_checkpoint_around, {"recompute_method": method, "recompute_num_layers": layers})
 
 
 @run_on("four_ranks")

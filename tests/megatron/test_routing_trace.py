@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from run_on import run_on
 
 from megatron_ep.megatron import agreement, routing_trace
 from megatron_ep.megatron.equivalence import join_layout, make_config
@@ -154,37 +155,27 @@ def test_a_file_is_continued_by_the_same_run_alone(four_ranks, tmp_path):
     assert [set(group.steps) for group in found.groups] == [{7, 8}]
 
 
-def _refuse(directory):
+@run_on("four_ranks")
+def test_what_cannot_be_recorded_is_refused(tmp_path):
     join_layout(1, 4)
-    said = []
-    routing_trace.enable(directory)
+    routing_trace.enable(tmp_path)
     try:
         config = make_config(params_dtype=torch.float32, moe_router_dtype="fp32")
         config.cuda_graph_impl = "local"
-        for what in (lambda: routing_trace.enable(directory), lambda: _layers(config, None)):
-            try:
-                what()
-            except (ValueError, RuntimeError) as error:
-                said.append(str(error))
+        with pytest.raises(RuntimeError, match="already enabled"):
+            routing_trace.enable(tmp_path)
+        says = "^cuda_graph_impl is 'local', must be 'none' with a trace: no Python sees a replay"
+        with pytest.raises(ValueError, match=says):
+            _layers(config, None)
         config.cuda_graph_impl = "none"
         _layers(config, None)
         other = make_config(params_dtype=torch.float32, moe_router_dtype="fp32", moe_router_topk=3)
-        try:
+        with pytest.raises(ValueError, match="layers differ in their experts"):
             _layers(other, None)
-        except ValueError as error:
-            said.append(str(error))
     finally:
         routing_trace.disable()
-    return said
-
-
-def test_what_cannot_be_recorded_is_refused(four_ranks, tmp_path):
-    for already, graphs, other in four_ranks.run(_refuse, tmp_path):
-        assert "already enabled" in already
-        assert graphs.startswith("cuda_graph_impl is 'local', must be 'none' with a trace: no Python sees a replay")
-        assert "layers differ in their experts" in other
     file = tmp_path / "file"
-    file.write_text("")
+    file.touch()
     with pytest.raises(ValueError, match=r"trace .*file: File exists"):
         routing_trace.enable(file)
 
