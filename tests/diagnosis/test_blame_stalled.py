@@ -81,16 +81,3 @@ def test_the_rank_that_stops_is_named(program, topology):
         of_rank = (check_who_is_named(program, topology, stalled, wait) for wait in itertools.count(1))
         steps.update(itertools.takewhile(lambda step: step is not None, of_rank))
     assert steps == STEPS[program]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"stalled": (0, 1)}, r"stalled is \(0, 1\), must be None without a seed"),
-        ({"stalled": (3, 1), "seed": 0}, "stalled's rank is 3"),
-        ({"stalled": (0, 0), "seed": 0}, "stalled's wait is 0"),
-    ],
-)
-def test_who_can_stall(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        ep.LocalCluster(1, 3, CONFIG, **arguments)

@@ -82,20 +82,39 @@ def backward(_, y):
     sum(part.sum() for part in y).backward()
 
 
-@pytest.mark.parametrize("step", [dispatch, dispatch_float8])
-def test_a_dispatch_that_was_given_up_leaves_nan(step):
-    cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=3)  # after the counts
-    _, outputs = made_in(lambda: step(cluster, None))
-    assert len(outputs) == (6 if step is dispatch_float8 else 4), "rows and weights, and scales, of both ranks"
-    for tensor in outputs:
-        assert tensor.float().isnan().all(), tensor.dtype
+def send(cluster, _):
+    """By a new low-latency mode."""
+    mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+    return mode, mode.dispatch(*inputs())
 
 
-def test_a_combine_that_was_given_up_leaves_nan():
-    cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(dispatch, combine))
-    rows = dispatch(cluster, None)
-    _, outputs = made_in(lambda: combine(cluster, rows))
-    assert len(outputs) == 2 and all(tensor.isnan().all() for tensor in outputs)
+def bring_back(_, sent):
+    mode, received = sent
+    return mode.combine([torch.nan_to_num(x) for x in received.x], received.handle)
+
+
+# Of the last of these steps: the signal that is lost, None for the first that it misses; and its outputs on both ranks:
+# rows, weights and scales, or sums.
+GIVEN_UP = [
+    ([dispatch], 3, 4),  # after the counts
+    ([dispatch_float8], 3, 6),
+    ([dispatch, combine], None, 2),
+    ([send], None, 4),
+    ([send, bring_back], None, 2),
+]
+
+
+@pytest.mark.parametrize(("steps", "lost", "count"), GIVEN_UP)
+def test_a_call_that_was_given_up_leaves_no_data(steps, lost, count):
+    cluster, result = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost or lost_in(*steps)), None
+    for step in steps[:-1]:
+        result = step(cluster, result)
+    tensors, outputs = made_in(lambda: steps[-1](cluster, result))
+    assert len(outputs) == count and all(tensor.float().isnan().all() for tensor in outputs)
+    if steps[0] is send:
+        numbers = 4  # of calls, behind a layout
+        layouts = [tensor[:-numbers] for tensor in tensors if tensor.dtype == torch.int32]
+        assert len(layouts) == (2 if steps == [send] else 0) and all((tensor == -1).all() for tensor in layouts)
 
 
 def test_counts_that_never_came_are_no_counts():
@@ -204,34 +223,6 @@ def test_a_rank_that_only_heard_of_it_is_told_too():
         cluster.reset()
         dispatch(cluster, None)
         ep.raise_if_failed()
-
-
-# ---- the low-latency mode
-
-
-def send(cluster, _):
-    """With a new mode."""
-    mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
-    return mode, mode.dispatch(*inputs())
-
-
-def bring_back(_, sent):
-    mode, received = sent
-    return mode.combine([torch.nan_to_num(x) for x in received.x], received.handle)
-
-
-@pytest.mark.parametrize("failing", [0, 1], ids=["dispatch", "combine"])
-def test_a_low_latency_call_that_was_given_up_leaves_no_data(failing):
-    steps = (send, bring_back)[: failing + 1]
-    cluster, result = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(*steps)), None
-    for step in steps[:-1]:
-        result = step(cluster, result)
-    tensors, outputs = made_in(lambda: steps[-1](cluster, result))
-    assert len(outputs) == (4, 2)[failing], "rows and weights of both ranks, or the sums of both"
-    assert all(tensor.isnan().all() for tensor in outputs)
-    numbers = 4  # of calls, behind a layout
-    layouts = [tensor[:-numbers] for tensor in tensors if tensor.dtype == torch.int32]
-    assert len(layouts) == (2, 0)[failing] and all((tensor == -1).all() for tensor in layouts)
 
 
 def test_the_handle_of_a_low_latency_dispatch_that_was_given_up_stays_useless():

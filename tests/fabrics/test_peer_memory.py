@@ -6,6 +6,7 @@ import fcntl
 import gc
 import mmap
 import os
+import re
 import sys
 import tempfile
 from datetime import timedelta
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from run_on import run_on
 
 from megatron_ep import _C
 from megatron_ep.buffer import connect, cuda, sizes
@@ -111,22 +113,24 @@ def words_of(memories: list[Memory], rendezvous: StoreRendezvous) -> list[int]:
     return words
 
 
-def run_mapped(kind: str) -> list[int]:
+KINDS = pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
+
+
+@KINDS
+@run_on("ranks")
+def test_all_ranks_map_one_memory(kind: str) -> None:
     """Each rank adds to the memory of all others, and to its own."""
     with rendezvous_with_memory() as rendezvous:
         memories = peer_memory.peer_memories(rendezvous, lambda: None, DEVICE, BYTES, "", kind=kind)
         for _ in range(dist.get_rank() + 1):
             for memory in memories:
                 memory.add_one()
-        return words_of(memories, rendezvous)
+        assert words_of(memories, rendezvous) == [1 + 2 + 3] * W
 
 
-@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
-def test_all_ranks_map_one_memory(ranks, kind: str) -> None:
-    assert ranks.run(run_mapped, kind) == [[1 + 2 + 3] * 3] * 3
-
-
-def run_replaced(kind: str) -> list[int]:
+@KINDS
+@run_on("ranks")
+def test_the_memory_of_a_new_process_is_mapped_by_all(kind: str) -> None:
     """Rank 2 comes back with new memory, which the others map in the place of its former one."""
     rank = dist.get_rank()
     with rendezvous_with_memory() as rendezvous:
@@ -140,37 +144,27 @@ def run_replaced(kind: str) -> list[int]:
                 rendezvous.agree(lambda: memories[2].replace(handles[2]))
         memories[2].add_one()
         memories[0].add_one()
-        return words_of(memories, rendezvous)
+        assert words_of(memories, rendezvous) == [3, 0, 3]
 
 
-@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
-def test_the_memory_of_a_new_process_is_mapped_by_all(ranks, kind: str) -> None:
-    assert ranks.run(run_replaced, kind) == [[3, 0, 3]] * 3
+@KINDS
+@run_on("ranks")
+def test_a_probe_says_why_memory_cannot_be_mapped(kind: str) -> None:
+    for of_rank_1, says in (
+        ({}, "^$"),
+        ({"refuses": True}, "rank 1 could not set up the buffer.*cuMemCreate: CUDA_ERROR_NOT_PERMITTED"),
+        ({"lost": True}, "atomics of 1 of 2 ranks reached the memory of this one"),
+    ):
+        with rendezvous_with_memory(**of_rank_1) as rendezvous:
+            assert re.search(says, peer_memory.lacks(rendezvous, DEVICE, kind))
 
 
-def run_probe(kind: str, of_rank_1: dict[str, bool]) -> str:
-    with rendezvous_with_memory(**of_rank_1) as rendezvous:
-        return peer_memory.lacks(rendezvous, DEVICE, kind)
-
-
-@pytest.mark.parametrize("kind", [DESCRIPTOR, FABRIC])
-def test_a_probe_says_why_memory_cannot_be_mapped(ranks, kind: str) -> None:
-    assert ranks.run(run_probe, kind, {}) == [""] * 3
-    for lacking in ranks.run(run_probe, kind, {"refuses": True}):
-        assert "rank 1 could not set up the buffer" in lacking and "cuMemCreate: CUDA_ERROR_NOT_PERMITTED" in lacking
-    for lacking in ranks.run(run_probe, kind, {"lost": True}):
-        assert "atomics of 1 of 2 ranks reached the memory of this one" in lacking
-
-
-def run_without_temporary_files() -> str:
+@run_on("ranks")
+def test_a_rank_without_a_folder_of_temporary_files() -> None:
     folder = "/proc/none" if dist.get_rank() == 1 else None
     with mock.patch.object(tempfile, "tempdir", folder), rendezvous_with_memory() as rendezvous:
-        return peer_memory.lacks(rendezvous, DEVICE, DESCRIPTOR)
-
-
-def test_a_rank_without_a_folder_of_temporary_files(ranks) -> None:
-    for lacking in ranks.run(run_without_temporary_files):
-        assert "rank 1 could not set up the buffer" in lacking and "/proc/none" in lacking
+        lacking = peer_memory.lacks(rendezvous, DEVICE, DESCRIPTOR)
+    assert "rank 1 could not set up the buffer" in lacking and "/proc/none" in lacking
 
 
 def run_connected(of_rank_1: dict[str, bool], in_use: str | None = None) -> tuple[str, str]:

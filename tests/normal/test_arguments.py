@@ -307,9 +307,14 @@ def test_bad_weights_of_combine(cluster, spoil, message):
             "Config.num_experts is 6, must be a multiple of the 4 ranks",
         ),
         (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), threads=0), "threads is 0"),
-        (
-            lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), seed=1, stalled=(1,)),
-            r"stalled is \(1,\), must be a rank and the number of one of its waits",
+        *(
+            (lambda stalled=stalled, seed=seed: ep.LocalCluster(1, 3, ep.Config(6), seed=seed, stalled=stalled), says)
+            for stalled, seed, says in (
+                ((1,), 1, r"stalled is \(1,\), must be a rank and the number of one of its waits"),
+                ((0, 1), None, r"stalled is \(0, 1\), must be None without a seed"),
+                ((3, 1), 0, "stalled's rank is 3"),
+                ((0, 0), 0, "stalled's wait is 0"),
+            )
         ),
         (
             lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), lost_signal=1),

@@ -246,6 +246,7 @@ def test_float8_with_scales(hidden, scale_dtype, device, lines):
         float8, there_ids = there([rows.view(torch.float8_e4m3fn) for rows in x]), there(ids)
         of_type = [s.view(scale_dtype) for s in scales]
         ours = ep.dispatch(float8, there_ids, weights, scales=there(of_type), buffer=cluster)
+        assert not any(part.requires_grad for part in (*ours.x, *ours.scales))
         assert_all_equal([rows.view(torch.uint8) for rows in ours.x], reference.dispatch(x, ids, detached, experts)[0])
         assert_all_equal(as_sent(ours.scales), reference.dispatch(scales, ids, detached, experts)[0])
         most = max(*tokens, *(len(reference.flat_rows(ids, rank, experts)) for rank in range(4)))

@@ -12,6 +12,7 @@ pytest.importorskip("pydantic")
 import torch
 import torch.distributed as dist
 import training_runs
+from run_on import run_on
 
 from megatron_ep.training import checkpoint, loop, recipe
 from megatron_ep.training import log as train_log
@@ -71,27 +72,24 @@ def test_a_full_disk_is_named(tmp_path):
         log.write(row(1), lambda: "")
 
 
-def _save_where_one_cannot(directory, kilobytes):
+@pytest.mark.parametrize("kilobytes", [0, 300])
+@run_on("four_ranks")
+def test_a_checkpoint_that_one_rank_cannot_write_leaves_nothing(tmp_path, kilobytes):
     rank, states = dist.get_rank(), {"state_dict": lambda: {"weights": torch.zeros(1 << 16)}}
     checkpoints = object.__new__(checkpoint.Checkpoints)
-    checkpoints._directory, checkpoints._rank, checkpoints._on_gpu, checkpoints._origin = directory, rank, False, {}
+    checkpoints._directory, checkpoints._rank, checkpoints._on_gpu, checkpoints._origin = tmp_path, rank, False, {}
     checkpoints._model = SimpleNamespace(module=SimpleNamespace(**states))
     checkpoints._optimizer = checkpoints._scheduler = SimpleNamespace(**states)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes << 10, limits[1]))
     try:
-        with pytest.raises(OSError, match=f"File too large: '{directory}/step_00000003.partial'"):
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/step_00000003.partial'"):
             checkpoints.save(3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
-    assert not list(directory.iterdir())
+    assert not list(tmp_path.iterdir())
     dist.barrier()
     checkpoints.save(3)
-    assert [path.name for path in directory.iterdir()] == ["step_00000003"]
-
-
-@pytest.mark.parametrize("kilobytes", [0, 300])
-def test_a_checkpoint_that_one_rank_cannot_write_leaves_nothing(four_ranks, tmp_path, kilobytes):
-    four_ranks.run(_save_where_one_cannot, tmp_path, kilobytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
