@@ -83,11 +83,10 @@ def test_what_comes_before_and_after_a_mistake(over, run, fabric, mode):
 
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
 @pytest.mark.parametrize("mode", ALL)
-def test_survivors(tmp_path, monkeypatch, mode, check):
+def test_survivors(tmp_path, mode, check):
     """One rank is killed, or interrupted, between two calls or in one."""
     before = shared_memory.names()
-    monkeypatch.setattr(survivors, "SURVIVOR", survivors.in_mode(mode))
-    check(tmp_path)
+    check(tmp_path, mode)
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 

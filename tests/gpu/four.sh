@@ -36,7 +36,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 "$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
 step fabrics 420 $(tests tests/gpu/test_gpu_fabrics.py)
 step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
-step processes 90 $(tests tests/gpu/test_gpu_{processes,one_rank}.py)
+step processes 90 $(tests tests/gpu/test_gpu_one_rank.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{dispatch_combine,launch,float8,overlap}.py)
 step shared 120 $(tests tests/normal tests/low_latency -k cuda)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"

@@ -25,65 +25,38 @@ def config_of(**options):
 
 
 def configured(**settings):
-    from megatron_ep.megatron import shared_buffers
+    import shared_settings
 
-    shared_buffers.close_buffers()
-    shared_buffers.configure(num_sms=4, timeout=30.0, **settings)
-
-
-def megatrons_tokens():
-    """By its all-to-all, and the weights that it took."""
-    from generation import generate, make_engine, make_model
-    from gpu_layers import join
-
-    join()
-    model = make_model(config_of(), ours=False)
-    return generate(make_engine(model, BATCH), prompts(), NEW), model.state_dict()
-
-
-def engine_without_graphs():
-    from generation import counted, generate, make_engine, make_model
-
-    expected, weights = megatrons_tokens()
-    configured(**{MOST: BATCH})
-    with counted() as calls:
-        model = make_model(config_of(), ours=True, weights=weights)
-        assert generate(make_engine(model, BATCH), prompts(), NEW) == expected
-    assert (calls.rings, calls.one_hop) == (2, 2 * (NEW - 1)), "two layers; the prefill makes the first token"
-    configured()
-
-
-def test_the_engine_generates_megatrons_tokens(ranks):
-    ranks.run(engine_without_graphs)
+    return shared_settings.configured(num_sms=4, timeout=30.0, **settings)
 
 
 def engine_with_graphs():
     from generation import counted, generate, make_engine, make_model
+    from gpu_layers import join
     from megatron.core import tensor_parallel
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-    expected, weights = megatrons_tokens()
-    configured(**{MOST: BATCH})
+    join()
+    theirs = make_model(config_of(), ours=False)  # by its all-to-all
+    expected, weights = generate(make_engine(theirs, BATCH), prompts(), NEW), theirs.state_dict()
     options = {"cuda_graph_impl": "local", "flash_decode": True}
-    tracker = {"inference_rng_tracker": True}
-    with counted() as calls:
-        model = make_model(config_of(**options), ours=True, weights=weights, **tracker)
+    with configured(**{MOST: BATCH}), counted() as calls:
+        model = make_model(config_of(**options), ours=True, weights=weights, inference_rng_tracker=True)
         engine = make_engine(model, BATCH)
         # Before it captures, Megatron tries a step out, and spoils the cache of the first prompts.
         generate(engine, prompts(), NEW)
         captured = calls.one_hop
         results = [generate(engine, prompts(), NEW) for _ in range(2)]
-    managers = [module.cudagraph_manager for module in model.modules() if hasattr(module, "cudagraph_manager")]
-    graphs = [runner for manager in managers for runner in manager.cudagraph_runners]
-    assert graphs and all(runner.fwd_graph is not None for runner in graphs)
-    assert results == [expected] * 2
-    assert (calls.rings, calls.one_hop) == (3 * 2, captured), "the prefills alone, two layers each"
-    assert captured > 0
-    torch.cuda.synchronize()
-    del graphs, managers, engine, model
-    delete_cuda_graphs()
-    torch.cuda.set_stream(torch.cuda.default_stream())  # Megatron captures on another one
-    configured()
+        managers = [module.cudagraph_manager for module in model.modules() if hasattr(module, "cudagraph_manager")]
+        graphs = [runner for manager in managers for runner in manager.cudagraph_runners]
+        assert graphs and all(runner.fwd_graph is not None for runner in graphs)
+        assert results == [expected] * 2
+        assert (calls.rings, calls.one_hop) == (3 * 2, captured), "the prefills alone, two layers each"
+        assert captured > 0
+        torch.cuda.synchronize()
+        del graphs, managers, engine, model
+        delete_cuda_graphs()
+        torch.cuda.set_stream(torch.cuda.default_stream())  # Megatron captures on another one
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
@@ -120,35 +93,34 @@ def layer_in_a_graph(kind, settings):
         with torch.inference_mode(), counted() as calls:
             return layer(x)[0], (calls.rings, calls.one_hop)
 
-    configured(**settings)
-    layer = make_layer()
-    expected = []
-    for x in steps:
-        output, calls = run(layer, x)
-        assert calls == (1, 0)
-        expected.append(output.clone())
-    utils.set_decode_expert_padding(layer, False)
-    configured(**settings, **{MOST: BATCH})
-    layer, x = make_layer(layer.state_dict()), steps[0].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(layer, x)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, calls = run(layer, x)
-    assert calls == (0, 1)
-    for step, result in zip(steps, expected, strict=True):
-        x.copy_(step)
-        graph.replay()
+    with configured(**settings):
+        layer = make_layer()
+        expected = []
+        for x in steps:
+            output, calls = run(layer, x)
+            assert calls == (1, 0)
+            expected.append(output.clone())
+        utils.set_decode_expert_padding(layer, False)
+    with configured(**settings, **{MOST: BATCH}):
+        layer, x = make_layer(layer.state_dict()), steps[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run(layer, x)
+        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        assert result.abs().sum() > 0 and torch.equal(output, result)
-    utils.set_decode_expert_padding(layer, False)
-    ep.raise_if_failed()
-    del graph, output
-    configured()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, calls = run(layer, x)
+        assert calls == (0, 1)
+        for step, result in zip(steps, expected, strict=True):
+            x.copy_(step)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert result.abs().sum() > 0 and torch.equal(output, result)
+        utils.set_decode_expert_padding(layer, False)
+        ep.raise_if_failed()
+        del graph, output
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,27 @@ pytestmark = pytest.mark.needs(missing("megatron.core"))
 W, T, FACTOR = 2, 96, "moe_expert_rank_capacity_factor"
 
 
-def configure(**settings):
-    from megatron_ep.megatron import shared_buffers
+def configured(**settings):
+    import shared_settings
 
-    shared_buffers.configure(num_sms=4, timeout=30.0, **settings)
+    return shared_settings.configured(num_sms=4, timeout=30.0, **settings)
+
+
+def make_layer(kind, config, router="megatron"):
+    import counted_experts
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_ep.megatron.layer import ep_layer_spec
+    from megatron_ep.megatron.router import fused_router
+
+    builder = fused_router if router == "fused" else None
+    if kind != "SequentialMLP":
+        return counted_experts.make_layer(config, getattr(counted_experts, kind), builder).cuda()
+    spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    layer = ep_layer_spec(spec, router=builder)(config=config).cuda()
+    assert isinstance(layer.experts, SequentialMLP)
+    return layer
 
 
 def inputs(config, seed):
@@ -42,47 +59,45 @@ def capture(layer, x, grad):
     return graph, results
 
 
-def replay_with_other_routing(kind, router, settings):
-    import counted_experts
+def replay_with_other_tokens(kind, router, factors, settings, options):
+    """factors: of the rank's capacity, of the layer without a graph that each replay is compared with."""
     from gpu_layers import fresh, join, make_config, step
 
     from megatron_ep import raise_if_failed
-    from megatron_ep.megatron import shared_buffers
-    from megatron_ep.megatron.router import fused_router
 
     join()
-    configure(**{FACTOR: 4.0}, **settings)
-    config = make_config(**({"params_dtype": torch.bfloat16, "bf16": True} if kind == "GroupedExperts" else {}))
-    builder = fused_router if router == "fused" else None
-    layer = counted_experts.make_layer(config, getattr(counted_experts, kind), builder).cuda()
-    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-    graph, captured = capture(layer, x, grad)
-    manager, counts = layer.token_dispatcher._comm_manager, []
-    # bf16; or what is left of products of fp32, which Transformer Engine computes in TF32
-    tolerance = 2e-2 if kind == "GroupedExperts" else 1e-3 if missing("transformer_engine") is None else 1e-4
-    for seed in range(1, 6):
-        with torch.no_grad():
-            x.copy_(inputs(config, seed))
-        graph.replay()
-        torch.cuda.synchronize()
-        results = [part.clone() for part in captured]
-        for factor in (4.0, None):  # without a graph; and with rows as many as come
-            manager.moe_expert_rank_capacity_factor = factor
-            leaf = x.detach().clone().requires_grad_()
-            fresh(layer, leaf)
-            expected = step(layer, leaf, grad)
-            if factor is not None:
-                counts.append(manager.tokens_per_expert.tolist())
-            for ours, theirs in zip(results, expected, strict=True):
-                assert ours.isfinite().all() and ours.abs().sum() > 0
-                scale = theirs.float().abs().max().item()
-                torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance * scale)
+    with configured(**settings):
+        config = make_config(**options)
+        layer = make_layer(kind, config, router)
+        x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+        graph, captured = capture(layer, x, grad)
+        manager, counts = layer.token_dispatcher._comm_manager, set()
+        # bf16; or what is left of products of fp32, which Transformer Engine computes in TF32
+        tolerance = 2e-2 if kind == "GroupedExperts" else 1e-3 if missing("transformer_engine") is None else 1e-4
+        for seed in range(1, 6):
+            with torch.no_grad():
+                x.copy_(inputs(config, seed))
+            graph.replay()
             torch.cuda.synchronize()
-    raise_if_failed()
-    assert len({tuple(count) for count in counts}) == 5, "the routing did not change"
-    del graph, captured
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
+            results = [part.clone() for part in captured]
+            for factor in factors:
+                manager.moe_expert_rank_capacity_factor = factor
+                leaf = x.detach().clone().requires_grad_()
+                fresh(layer, leaf)
+                expected = step(layer, leaf, grad)
+                if factor == factors[0]:
+                    counts.add(tuple(manager.tokens_per_expert.tolist()))
+                for ours, theirs in zip(results, expected, strict=True):
+                    assert ours.isfinite().all() and ours.abs().sum() > 0
+                    scale = theirs.float().abs().max().item()
+                    torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance * scale)
+                torch.cuda.synchronize()
+        raise_if_failed()
+        assert len(counts) == (1 if kind == "SequentialMLP" else 5), "the routing did not change, or the padding did"
+        del graph, captured
+
+
+WITHOUT_COUNTS = (4.0, None)  # without a graph; and with rows as many as come
 
 
 @pytest.mark.parametrize("router", ["megatron", "fused"])
@@ -90,92 +105,54 @@ def replay_with_other_routing(kind, router, settings):
 def test_a_layer_is_replayed_with_other_routing(ranks, kind, router):
     if kind == "GroupedExperts" and not hasattr(torch, "_grouped_mm"):
         pytest.skip(f"torch {torch.__version__} has no grouped product")
-    ranks.run(replay_with_other_routing, kind, router, {})
+    options = {"params_dtype": torch.bfloat16, "bf16": True} if kind == "GroupedExperts" else {}
+    ranks.run(replay_with_other_tokens, kind, router, WITHOUT_COUNTS, {FACTOR: 4.0}, options)
 
 
 @pytest.mark.parametrize("settings", [{"moe_apply_probs_on_combine": True}, {"moe_dispatch_fwd_dtype": "fp8"}])
 def test_a_layer_with_other_options_in_a_graph(ranks, settings):
-    ranks.run(replay_with_other_routing, "CountedExperts", "fused", settings)
-
-
-def replay_megatrons_experts():
-    from gpu_layers import fresh, join, make_config, step
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from megatron_ep import raise_if_failed
-    from megatron_ep.megatron import shared_buffers
-    from megatron_ep.megatron.layer import ep_layer_spec
-
-    join()
-    configure()
-    config = make_config(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True)
-    layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False))(
-        config=config
-    ).cuda()
-    assert isinstance(layer.experts, SequentialMLP)
-    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-    graph, captured = capture(layer, x, grad)
-    for seed in range(1, 6):
-        with torch.no_grad():
-            x.copy_(inputs(config, seed))
-        graph.replay()
-        torch.cuda.synchronize()
-        results = [part.clone() for part in captured]
-        leaf = x.detach().clone().requires_grad_()
-        fresh(layer, leaf)
-        for ours, theirs in zip(results, step(layer, leaf, grad), strict=True):
-            assert ours.isfinite().all() and ours.abs().sum() > 0
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
-        torch.cuda.synchronize()
-    raise_if_failed()
-    del graph, captured
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
+    ranks.run(replay_with_other_tokens, "CountedExperts", "fused", WITHOUT_COUNTS, {FACTOR: 4.0, **settings}, {})
 
 
 def test_drop_and_pad_with_megatrons_experts_in_a_graph(ranks):
     """Every expert's rows are its capacity, which the host knows."""
-    ranks.run(replay_megatrons_experts)
+    padded = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+    ranks.run(replay_with_other_tokens, "SequentialMLP", "megatron", (None,), {}, padded)
 
 
 def overflow_in_a_graph(factor):
-    import counted_experts
     from gpu_layers import join, make_config
 
     import megatron_ep as ep
-    from megatron_ep.megatron import shared_buffers
 
     join()
-    configure(**{FACTOR: factor})
-    config = make_config()
-    layer = counted_experts.make_layer(config).cuda()
-    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-    graph, captured = capture(layer, x, grad)
-    dispatcher = layer.token_dispatcher
-    torch.cuda.synchronize()
-    dispatcher.reset_over_budget()
-    torch.distributed.barrier()
-    graph.replay()
-    torch.cuda.synchronize()
-    over = bool(dispatcher.check_over_budget())
-    assert captured[0].isnan().any(), "of some tokens, wherever the rows were too few"
-    torch.distributed.barrier()
-    try:
-        ep.raise_if_failed()
-    except (ep.EPOverflowError, ep.EPAbortError) as error:
-        assert "moe_expert_rank_capacity_factor makes room for" in str(error)
-        told = True
-    else:
-        told = False
-    assert told or not over
-    torch.distributed.barrier()
-    if not told:
-        with pytest.raises(ep.EPAbortError):
+    with configured(**{FACTOR: factor}):
+        config = make_config()
+        layer = make_layer("CountedExperts", config)
+        x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+        graph, captured = capture(layer, x, grad)
+        dispatcher = layer.token_dispatcher
+        torch.cuda.synchronize()
+        dispatcher.reset_over_budget()
+        torch.distributed.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        over = bool(dispatcher.check_over_budget())
+        assert captured[0].isnan().any(), "of some tokens, wherever the rows were too few"
+        torch.distributed.barrier()
+        try:
             ep.raise_if_failed()
-    del graph, captured
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
+        except (ep.EPOverflowError, ep.EPAbortError) as error:
+            assert "moe_expert_rank_capacity_factor makes room for" in str(error)
+            told = True
+        else:
+            told = False
+        assert told or not over
+        torch.distributed.barrier()
+        if not told:
+            with pytest.raises(ep.EPAbortError):
+                ep.raise_if_failed()
+        del graph, captured
     return over
 
 
@@ -189,38 +166,23 @@ def test_an_overflow_of_all_ranks_in_a_graph_is_told_once(ranks):
 
 
 def wait_for_notify_alone(kind, router, settings):
-    import counted_experts
     from gpu_layers import fresh, join, make_config, step
-    from megatron.core.transformer.moe.experts import SequentialMLP
 
     from megatron_ep import raise_if_failed
-    from megatron_ep.megatron import shared_buffers
-    from megatron_ep.megatron.layer import ep_layer_spec
-    from megatron_ep.megatron.router import fused_router
 
     join()
-    configure(**settings)
-    config = make_config()
-    builder = fused_router if router == "fused" else None
-    if kind == "SequentialMLP":
-        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-
-        spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
-        layer = ep_layer_spec(spec, router=builder)(config=config).cuda()
-        assert isinstance(layer.experts, SequentialMLP)
-    else:
-        layer = counted_experts.make_layer(config, router=builder).cuda()
-    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-    step(layer, x, grad)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        fresh(layer, x)
+    with configured(**settings):
+        config = make_config()
+        layer = make_layer(kind, config, router)
+        x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
         step(layer, x, grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    raise_if_failed()
-    shared_buffers.close_buffers()
-    shared_buffers.configure()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            fresh(layer, x)
+            step(layer, x, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        raise_if_failed()
 
 
 @pytest.mark.parametrize("router", ["megatron", "fused"])

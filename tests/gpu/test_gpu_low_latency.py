@@ -7,7 +7,37 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import float8
+from megatron_ep import float8, reference
+
+W, E, K, H, MAX = 4, 16, 3, 520, 32
+
+
+def cluster_of_four(nodes=2, num_sms=None, **options):
+    cluster = ep.LocalCluster(nodes, W // nodes, ep.Config(num_experts=E, timeout=10, num_sms=num_sms), device="cuda")
+    return cluster, ep.LowLatency(cluster, max_tokens=MAX, hidden=H, topk=K, **options)
+
+
+def inputs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [MAX, 0, 5, 17]
+    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices.cuda() for t in tokens]
+    return [torch.randint(-8, 9, (t, H), generator=generator).bfloat16().cuda() for t in tokens], ids
+
+
+def assert_thrice(y, x):
+    for a, b in zip(y, x, strict=True):
+        assert torch.equal(a, 3 * b)
+
+
+def captured(step):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        result = step()
+    return graph, result
 
 
 def test_fp8_in_a_graph_and_backward():
@@ -46,37 +76,6 @@ def test_fp8_in_a_graph_and_backward():
         for leaf in leaves:
             assert torch.equal(leaf.grad, torch.full_like(leaf, 3))
         cluster.synchronize()
-
-
-W, E, K, H, MAX = 4, 16, 3, 520, 32
-
-
-def cluster_of_four(**settings):
-    cluster = ep.LocalCluster(2, 2, ep.Config(**{"num_experts": E, "timeout": 10, **settings}), device="cuda")
-    return cluster, ep.LowLatency(cluster, max_tokens=MAX, hidden=H, topk=K)
-
-
-def inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [MAX, 0, 5, 17]
-    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices.cuda() for t in tokens]
-    return [torch.randint(-8, 9, (t, H), generator=generator).bfloat16().cuda() for t in tokens], ids
-
-
-def assert_thrice(y, x):
-    for a, b in zip(y, x, strict=True):
-        assert torch.equal(a, 3 * b)
-
-
-def captured(step):
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side), torch.no_grad():
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        result = step()
-    return graph, result
 
 
 def test_a_graph_outlives_the_buffer():
@@ -137,6 +136,30 @@ def test_graphs_in_any_mix():
             torch.cuda.synchronize()
             for y in results:
                 assert_thrice(y, x)
+        cluster.synchronize()
+
+
+def test_masks_in_a_graph():
+    """Who is masked between two replays is left out by the second."""
+    cluster, low_latency = cluster_of_four(nodes=1, on_dead_rank="mask")
+    x, ids = inputs(0)
+
+    def step():
+        received = low_latency.dispatch(x, ids)
+        return low_latency.combine(received.x, received.handle)
+
+    with cluster:
+        graph, y = captured(step)
+        for masked in ((), ((0, 1),), ((0, 1), (3, 2))):
+            active = torch.ones(W, W, dtype=torch.int32)
+            for rank, other in masked:
+                low_latency.active_ranks[rank][other] = active[rank, other] = 0
+            for _ in range(2):
+                graph.replay()
+            kept = reference.without_masked([idx.cpu() for idx in ids], list(active), E)
+            for rank in range(W):
+                choices = (kept[rank] >= 0).sum(dim=1, keepdim=True)
+                assert torch.equal(y[rank].cpu(), choices * x[rank].cpu())
         cluster.synchronize()
 
 

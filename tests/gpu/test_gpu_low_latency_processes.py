@@ -5,38 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from modes import GPU, LowLatency
 
 import megatron_ep as ep
-from megatron_ep import reference
 
-W, E, K, H, MAX = 4, 8, 3, 520, 40
-
-
-def make(spread, timeout=10.0):
-    torch.cuda.set_device(dist.get_rank() if spread else 0)
-    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=timeout, num_sms=2), device="cuda")
-    return buffer, ep.LowLatency(buffer, max_tokens=MAX, hidden=H, topk=K)
-
-
-def inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [5, 0, 17, MAX]
-    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices for t in tokens]
-    return [torch.randint(-8, 9, (t, H), generator=generator).bfloat16() for t in tokens], ids
-
-
-def round_trips(low_latency, rounds=6):
-    rank = low_latency.buffer.rank
-    for seed in range(rounds):
-        x, ids = inputs(seed)
-        own = x[rank].cuda()
-        received = low_latency.dispatch(own, ids[rank].cuda())
-        expected, _, counts = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], E)
-        assert torch.equal(received.recv_counts.cpu(), counts[rank].int())
-        rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
-        assert torch.equal(rows, expected[rank])
-        assert torch.equal(low_latency.combine(received.x, received.handle), 3 * own)
-    low_latency.buffer.synchronize()
+W, E = 4, 8
 
 
 def run_storm(spread, rounds):
@@ -66,29 +39,28 @@ def test_no_line_is_torn_or_stale(ranks, spread, rounds):
 
 def run_beside_nccl():
     """NCCL's kernels and ours on two streams, in another order on every rank: nobody waits in a circle."""
-    buffer, low_latency = make(True, timeout=20.0)
+    torch.cuda.set_device(dist.get_rank())
+    calls = LowLatency(GPU, 1, 20.0)
     nccl = dist.new_group(backend="nccl")
-    rank, side = buffer.rank, torch.cuda.Stream()
-    x, ids = (part[rank].cuda() for part in inputs(1))
+    side, own = torch.cuda.Stream(), calls.own(3)
     big = torch.ones(1 << 24, device="cuda")
     dist.all_reduce(big.clone(), group=nccl)  # the first one makes NCCL's connections, and waits for the GPU
     torch.cuda.synchronize()
-    with buffer:
+    with calls.buffer:
         for round in range(10):
 
             def reduce():
                 with torch.cuda.stream(side):
                     dist.all_reduce(big, group=nccl)
 
-            if (rank + round) % 2:
+            if (calls.rank + round) % 2:
                 reduce()
-            received = low_latency.dispatch(x, ids)
-            y = low_latency.combine(received.x, received.handle)
-            if not (rank + round) % 2:
+            y = calls.combine(calls.dispatch(*own))
+            if not (calls.rank + round) % 2:
                 reduce()
-            assert torch.equal(y, 3 * x)
+            assert torch.equal(y, 3 * own[0])
         torch.cuda.synchronize()
-        buffer.synchronize()
+        calls.buffer.synchronize()
 
 
 def test_beside_nccl(ranks):
@@ -99,26 +71,23 @@ def test_beside_nccl(ranks):
 
 def run_counting():
     """Rank 3 comes late: all others wait for it, in both kinds of call."""
-    buffer, low_latency = make(False)
-    rank, late = buffer.rank, 3
-    with buffer:
-        round_trips(low_latency, rounds=1)
-        x, ids = inputs(1)
-        counters = [torch.zeros(W, dtype=torch.int64, device="cuda") for _ in range(3)]
-        rows, dispatch_ns, combine_ns = counters
-        own = x[rank].cuda(), ids[rank].cuda()
-        for calls in (1, 2):
+    calls, late = LowLatency(GPU, 1, 10.0), 3
+    with calls.buffer as buffer:
+        calls.round_trips()
+        (x, ids, _), (_, all_ids, _) = calls.own(3), calls.inputs(3)
+        rows, dispatch_ns, combine_ns = (torch.zeros(W, dtype=torch.int64, device="cuda") for _ in range(3))
+        for number in (1, 2):
             dist.barrier()
-            if rank == late:
+            if calls.rank == late:
                 time.sleep(0.5)
-            received = low_latency.dispatch(*own, recv_rows=rows, recv_wait_ns=dispatch_ns)
-            low_latency.combine(received.x, received.handle, recv_wait_ns=combine_ns)
+            received = calls.mode.dispatch(x, ids, recv_rows=rows, recv_wait_ns=dispatch_ns)
+            calls.mode.combine(received.x, received.handle, recv_wait_ns=combine_ns)
             buffer.synchronize()
-            here = torch.tensor([int((idx // (E // W) == rank).any(dim=1).sum()) for idx in ids])
-            assert torch.equal(rows.cpu(), calls * here)
-            assert dispatch_ns[rank] == 0 and (combine_ns >= 0).all()
-            if rank != late:
-                assert dispatch_ns.argmax() == late and dispatch_ns[late] >= calls * 0.4e9, dispatch_ns
+            here = torch.tensor([int((idx // (E // W) == calls.rank).any(dim=1).sum()) for idx in all_ids])
+            assert torch.equal(rows.cpu(), number * here)
+            assert dispatch_ns[calls.rank] == 0 and (combine_ns >= 0).all()
+            if calls.rank != late:
+                assert dispatch_ns.argmax() == late and dispatch_ns[late] >= number * 0.4e9, dispatch_ns
 
 
 def test_rows_and_waits_are_counted_by_rank(ranks):

@@ -19,7 +19,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "gpu")!r}, {str(ROOT / "tes
 import torch.distributed as dist
 import test_gpu_fabrics
 dist.init_process_group("gloo")
-refused = test_gpu_fabrics.run_cases("tcp", 2)
+refused = test_gpu_fabrics.over("tcp", test_gpu_fabrics.run_cases, 2)
 assert refused is None, refused
 dist.barrier()
 print("ALL THE SAME", flush=True)

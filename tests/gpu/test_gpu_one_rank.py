@@ -1,23 +1,21 @@
 """tests/conformance/test_one_rank.py on GPUs: processes that share one through CUDA IPC, whose kernels take turns."""
 
 import re
+import threading
 import time
 
+import comebacks
 import one_rank
 import pytest
 import survivors
 import torch
 import torch.distributed as dist
-from modes import GPU, MODES
+from modes import GPU, MODES, Normal
 from waits import patience
 
-from megatron_ep.tools.local_ranks import LocalRanks
+import megatron_ep as ep
 
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(4, 120) as ranks:
-        yield ranks
+W = 4
 
 
 @pytest.mark.parametrize(("mode", "nodes"), [("normal", 1), ("normal", 2), ("normal", 4), ("low latency", 1)])
@@ -42,9 +40,8 @@ def test_a_mistake_on_one_rank_reaches_all(ranks):
 
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
 @pytest.mark.parametrize("mode", MODES)
-def test_survivors(tmp_path, monkeypatch, mode, check):
-    monkeypatch.setattr(survivors, "SURVIVOR", survivors.in_mode(mode))
-    check(tmp_path, "cuda")
+def test_survivors(tmp_path, mode, check):
+    check(tmp_path, mode, GPU)
     started = time.monotonic()
     assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
     assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"
@@ -73,3 +70,47 @@ def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
     messages = ranks.run(one_rank.run_one_masked_in_backward, GPU, 1, patience(0.5))
     said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
     assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages
+
+
+def test_ranks_come_back(tmp_path):
+    """Killed, masked, started again: graphs that were captured before reach the new processes. With several GPUs the
+    memory of another GPU has gone, too."""
+    comebacks.check_comebacks(tmp_path, nodes=1, killed=(1,), device="cuda", patience=90)
+
+
+def run_one_late():
+    calls = Normal(GPU, 1, 10.0)
+    buffer, own = calls.buffer, calls.own()
+    for _ in range(2):  # kernels are loaded in the first round
+        buffer.synchronize()
+        torch.distributed.barrier()
+        if calls.rank == 1:
+            time.sleep(0.5)
+        calls.dispatch(*own)
+    buffer.synchronize()
+    statistics = {name: part[0].tolist() for name, part in buffer.statistics().items()}
+    torch.distributed.barrier()
+    buffer.close()
+    return statistics
+
+
+def test_a_late_rank_is_seen(ranks):
+    for rank, statistics in enumerate(ranks.run(run_one_late)):
+        last, total = statistics["last_wait_ns"], statistics["wait_ns"]
+        assert last[rank] == 0 and all(a <= b for a, b in zip(last, total, strict=True)), statistics
+        if rank != 1:
+            assert last.index(max(last)) == 1 and last[1] > 0.3e9, statistics
+
+
+def run_one_told_to_stop():
+    calls = Normal(GPU, 2, 30.0)
+    if calls.rank == 0:
+        threading.Timer(1.0, ep.abort_all, ["the job restarts"]).start()
+    if calls.rank != 3:
+        with pytest.raises(ep.EPAbortError, match="rank 0 was told to stop: the job restarts"):
+            calls.dispatch(*calls.own())
+    calls.buffer.close()
+
+
+def test_the_reason_of_an_abort_reaches_all(ranks):
+    ranks.run(run_one_told_to_stop)

@@ -2,7 +2,6 @@
 `MEGATRON_EP_PEER_MEMORY=ipc pytest tests/gpu` over CUDA IPC."""
 
 import socket
-import time
 from datetime import timedelta
 from unittest import mock
 
@@ -60,30 +59,6 @@ def run_replaced() -> list[int]:
 
 def test_memory_is_replaced_at_its_addresses(ranks) -> None:
     assert ranks.run(run_replaced) == [[2, 2]] * W
-
-
-def run_set_up(size: int) -> dict[str, float]:
-    """Seconds until memory is mapped, and given back."""
-    rendezvous, device = meet()
-    seconds = {}
-    for kind in (peer_memory.IPC, peer_memory.DESCRIPTOR):
-        rendezvous.barrier()
-        begin = time.perf_counter()
-        memories = peer_memory.peer_memories(rendezvous, lambda: None, device, size, kind, kind=kind)
-        seconds[kind] = time.perf_counter() - begin
-        for rank, memory in enumerate(memories):
-            if rank != dist.get_rank():
-                memory.release()
-        rendezvous.barrier()
-        memories[dist.get_rank()].release()
-    return seconds
-
-
-def test_set_up_takes_as_long_as_by_ipc(ranks, record_property) -> None:
-    [seconds, _] = ranks.run(run_set_up, 1400 << 20)
-    record_property("seconds", seconds)
-    print(seconds)
-    assert seconds[peer_memory.DESCRIPTOR] < seconds[peer_memory.IPC] + 0.1
 
 
 def run_on_two_hosts_of_a_domain() -> tuple[str, list[float]]:

@@ -2,13 +2,12 @@
 several, over each fabric."""
 
 import gc
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpu_fabrics import choose, run_or_skip
-from test_gpu_processes import make_buffer, round_trips
+from modes import GPU, Normal
+from test_gpu_fabrics import run_over
 
 import megatron_ep as ep
 from megatron_ep.fabrics import choice
@@ -40,24 +39,24 @@ def used_bytes() -> int:
     return total - free
 
 
-def make_use_release(nodes: int, world: int) -> tuple[int, object]:
+def make_use_release(nodes: int) -> tuple[int, object]:
     """Bytes that the ranks' GPU had more while the buffer lived, and what was made on it."""
     before = used_bytes()
-    buffer = make_buffer(nodes, world=world)
-    low_latency, dropped = make_low_latency(buffer), make_low_latency(buffer)
-    round_trips(buffer, rounds=1)
+    calls = Normal(GPU, nodes, 10.0)
+    low_latency, dropped = make_low_latency(calls.buffer), make_low_latency(calls.buffer)
+    calls.round_trips()
     use_low_latency(low_latency)
     use_low_latency(dropped)
     del dropped
     during = used_bytes() - before
-    buffer.release()
+    calls.buffer.release()
     return during, low_latency
 
 
 def run_twenty(nodes: int) -> tuple[int, int, int]:
     used, kept = [], []
     for _ in range(20):
-        during, low_latency = make_use_release(nodes, W)
+        during, low_latency = make_use_release(nodes)
         kept.append(low_latency)  # to keep it keeps none of its memory
         used.append(used_bytes())
     heaps = 3 * W * low_latency.memory_bytes
@@ -74,7 +73,7 @@ def test_twenty_buffers_leave_nothing(ranks, nodes, gpu_alone):
 
 def run_training_and_inference() -> None:
     """Two engines take turns; a captured graph must be gone before."""
-    buffer = make_buffer(1)
+    buffer = Normal(GPU, 1, 10.0).buffer
     low_latency = make_low_latency(buffer)
     use_low_latency(low_latency)
     x = torch.ones(MAX, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -99,8 +98,9 @@ def run_training_and_inference() -> None:
     buffer.release()
     with pytest.raises(ValueError, match="buffer is closed"):
         low_latency.dispatch(x, ids)
-    with make_buffer(2) as other:
-        round_trips(other)
+    other = Normal(GPU, 2, 10.0)
+    with other.buffer:
+        other.round_trips()
 
 
 def test_two_engines_take_turns(ranks):
@@ -110,14 +110,14 @@ def test_two_engines_take_turns(ranks):
 def run_closed_before() -> tuple[int, int, int]:
     """What a closed buffer has left goes with the next one of these ranks."""
     for nodes in (1, 2):
-        make_use_release(nodes, W)
+        make_use_release(nodes)
     before = used_bytes()
-    with make_buffer(1) as buffer:
+    with Normal(GPU, 1, 10.0).buffer as buffer:
         low_latency = make_low_latency(buffer)
         use_low_latency(low_latency)
     del buffer, low_latency
     closed = used_bytes()
-    make_use_release(2, W)
+    make_use_release(2)
     return before, closed, used_bytes()
 
 
@@ -126,48 +126,15 @@ def test_what_closed_buffers_left_goes_too(ranks, gpu_alone):
         assert closed - before > 1 << 20 > after - before, (before, closed, after)
 
 
-def run_a_rank_that_is_late() -> str:
-    from megatron_ep.buffer import distributed, release
-
-    distributed.RENDEZVOUS_S = release.DECISION_S = 2.0
-    buffer = make_buffer(1, timeout=2.0)
-    round_trips(buffer, rounds=1)
-    dist.barrier()
-    if buffer.rank == 3:
-        time.sleep(8)
-    started = time.monotonic()
-    with pytest.raises(ep.EPError) as caught:
-        buffer.release()
-    assert time.monotonic() - started < 8 and not buffer.is_open
-    distributed.RENDEZVOUS_S, release.DECISION_S = 5.0, 10.0
-    dist.barrier()
-    with make_buffer(1) as other:
-        round_trips(other, rounds=1)
-    return str(caught.value)
-
-
-def test_a_rank_that_is_late_is_named(ranks):
-    for message in ranks.run(run_a_rank_that_is_late):
-        assert message.startswith("rank 3 did not come to step "), message
-
-
-def run_over_fabric(fabric: str, nodes: int) -> str | None:
-    """Returns why the fabric refused these ranks, or None."""
-    world = choose(fabric)
+def run_over_fabric(nodes: int) -> None:
     used = []
     for _ in range(8):
-        try:
-            make_use_release(nodes, world)
-        except ep.EPError as error:
-            if used:
-                raise
-            return str(error)
+        make_use_release(nodes)
         used.append(used_bytes())
     assert used[-1] - used[1] < 1 << 20, used
-    return None
 
 
 @pytest.mark.parametrize("fabric", ["p2p", *choice.NETWORKS])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
 def test_a_released_buffer_leaves_nothing_over(fabric, nodes, ranks_per_node, gpu_alone):
-    run_or_skip(run_over_fabric, fabric, nodes, ranks_per_node, 240)
+    run_over(fabric, nodes * ranks_per_node, 240, run_over_fabric, nodes)

@@ -17,17 +17,17 @@ def record(directory, fused):
     """What the dispatcher of this rank was given, by step."""
     from gpu_layers import join, make_config
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from shared_settings import configured
 
-    from megatron_ep.megatron import routing_trace, shared_buffers
+    from megatron_ep.megatron import routing_trace
     from megatron_ep.megatron.layer import ep_layer_spec
     from megatron_ep.megatron.router import fused_router
 
     join()
-    shared_buffers.configure(num_sms=4, timeout=30.0)
     config = make_config()
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    routing_trace.enable(directory)
-    try:
+    with configured(num_sms=4, timeout=30.0):
+        routing_trace.enable(directory)
         layer = ep_layer_spec(spec, router=fused_router if fused else None)(config=config).to("cuda")
         layer.set_layer_number(1)
         expected = []
@@ -39,10 +39,7 @@ def record(directory, fused):
                 routing_trace.end_step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    finally:
         routing_trace.disable()
-        shared_buffers.close_buffers()
-        shared_buffers.configure()
     return [np.bincount(ids.cpu(), minlength=config.num_moe_experts) for ids in expected]
 
 

@@ -58,53 +58,9 @@ def distance(a, b):
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-def run_attention():
-    """How far the output and each gradient are from those at home, and from those in float32; rows of Q that moved."""
-    from gpu_layers import join
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.spec_utils import build_module
-
-    from megatron_ep.megatron.attention import VarlenAttention
-    from megatron_ep.megatron.shared_buffers import close_buffers
-
-    join()
-    config, lengths, mask = make_config(), LENGTHS[dist.get_rank()], AttnMaskType.causal
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    shape = dict(device="cuda", dtype=torch.bfloat16, generator=generator)
-    leaves = [torch.randn(sum(lengths), heads, 64, **shape).requires_grad_() for heads in (8, 2, 2)]
-    weight = torch.randn(sum(lengths), 512, **shape)
-    params = packed(lengths)
-
-    def results(layer, leaves):
-        out = layer(*leaves, None, attn_mask_type=mask, attention_bias=None, packed_seq_params=params)
-        return [out, *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
-
-    at_home, dispatched = (
-        results(
-            build_module(
-                spec.submodules.self_attention.submodules.core_attention,
-                config=config,
-                layer_number=1,
-                attn_mask_type=mask,
-                attention_type="self",
-            ),
-            leaves,
-        )
-        for spec in specs()
-    )
-    exact = results(VarlenAttention(config), [x.detach().float().requires_grad_() for x in leaves])
-    moved = params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
-    close_buffers()
-    return [max(map(distance, dispatched, others)) for others in (at_home, exact)], moved
-
-
-def test_attention(ranks):
-    for distances, moved in ranks.run(run_attention):
-        assert max(distances) < 0.02 and moved > 500
-
-
 def run_model():
-    """How far the first step's gradients are from those with attention at home, and the losses of both."""
+    """How far the first step's gradients are from those with attention at home, the losses of both, and how many rows
+    of Q have moved in a step."""
     from gpu_layers import join
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -128,7 +84,8 @@ def run_model():
             generator = torch.Generator().manual_seed(number)
             tokens = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=generator).cuda()
             labels = (tokens * 7 + 3) % VOCABULARY
-            loss = model(tokens, None, None, labels=labels, packed_seq_params=packed(lengths)).float().mean()
+            params = packed(lengths)
+            loss = model(tokens, None, None, labels=labels, packed_seq_params=params).float().mean()
             optimizer.zero_grad()
             loss.backward()
             for parameter in model.parameters():
@@ -144,11 +101,12 @@ def run_model():
     assert names[0] == names[1], "a checkpoint of one is one of the other"
     close_buffers()
     at_home, dispatched = gradients
-    return {name: distance(dispatched[name], at_home[name]) for name in at_home}, *curves
+    moved = params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
+    return {name: distance(dispatched[name], at_home[name]) for name in at_home}, *curves, moved
 
 
 def test_a_model_learns_the_same(ranks):
-    for distances, at_home, dispatched in ranks.run(run_model):
-        assert max(distances.values()) < 0.05, distances
+    for distances, at_home, dispatched, moved in ranks.run(run_model):
+        assert max(distances.values()) < 0.05 and moved > 500, (distances, moved)
         assert dispatched == pytest.approx(at_home, abs=0.03)
         assert at_home[-1] < at_home[0] - 0.1, "the model learns"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -31,22 +32,23 @@ HOST, GPU = Place("cpu", 33, torch.float32, 4.0), Place("cuda", 520, torch.bfloa
 
 
 class Calls:
-    """A buffer on two nodes or so many, and the calls of a mode with what this rank sends in a round."""
+    """A buffer of all ranks, on two nodes or so many, and the calls of a mode with what this rank sends in a round."""
 
     absent: ClassVar[dict[str, tuple[str, str]]]  # by phase: who waits for a rank that stays away, what is said of it
 
     def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None, **settings: Any) -> None:
         config = ep.Config(num_experts=EXPERTS, timeout=timeout or place.timeout, num_sms=2, **settings)
-        self.place = place
-        self.buffer = ep.Buffer(None, config, ep.Topology(nodes, W // nodes), device=place.device)
+        self.place, self.world = place, dist.get_world_size()
+        self.buffer = ep.Buffer(None, config, ep.Topology(nodes, self.world // nodes), device=place.device)
         self.rank = self.buffer.rank
 
     def inputs(self, topk: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Of all ranks, on the host."""
         generator = torch.Generator().manual_seed(topk)
-        ids = [torch.rand(t, EXPERTS, generator=generator).topk(topk, dim=1).indices for t in TOKENS]
-        x = [torch.randint(-8, 9, (t, self.place.hidden), generator=generator).float() for t in TOKENS]
-        return x, ids, [torch.rand(t, topk, generator=generator) for t in TOKENS]
+        tokens = TOKENS[: self.world]
+        ids = [torch.rand(t, EXPERTS, generator=generator).topk(topk, dim=1).indices for t in tokens]
+        x = [torch.randint(-8, 9, (t, self.place.hidden), generator=generator).float() for t in tokens]
+        return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
 
     def own(self, topk: int = 2) -> list[torch.Tensor]:
         return [part[self.rank].to(self.place.device) for part in self.inputs(topk)]
@@ -126,7 +128,7 @@ class LowLatency(Calls):
 
     def round_trips(self, active: torch.Tensor | None = None) -> None:
         """With these active ranks of every rank; None: with all."""
-        active = torch.ones(W, W, dtype=torch.int32) if active is None else active
+        active = torch.ones(self.world, self.world, dtype=torch.int32) if active is None else active
         for topk in (1, 2, 3) * 2:
             own, (x, ids, weights) = self.own(topk), self.inputs(topk)
             kept = reference.without_masked(ids, active, EXPERTS)

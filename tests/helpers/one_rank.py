@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from modes import HOST, MODES, Calls, LowLatency, Place, W
+from modes import HOST, MODES, Calls, LowLatency, Place
 from waits import within
 
 import megatron_ep as ep
@@ -41,8 +41,9 @@ def compiled(calls: Calls) -> Callable[..., torch.Tensor]:
 
 
 def run_one_absent(mode: str, place: Place, phase: str, nodes: int) -> str:
-    """Rank 3 does not call. What the others hear."""
+    """The last rank does not call. What the others hear."""
     calls = MODES[mode](place, nodes, **small_rings(mode, place))
+    is_last = calls.rank == calls.world - 1
     x, ids, weights = calls.own()
     received = y = None
     if "backward" in phase:
@@ -53,9 +54,9 @@ def run_one_absent(mode: str, place: Place, phase: str, nodes: int) -> str:
     calls.buffer.synchronize()
     dist.barrier()
     message, started = "", time.monotonic()
-    if calls.rank != 3:
+    if not is_last:
         with pytest.raises(ep.EPTimeoutError) as caught:
-            for _ in range(3):  # one may need nothing of rank 3 before it needs its memory
+            for _ in range(3):  # one may need nothing of that rank before it needs its memory
                 if y is not None:
                     y.sum().backward()
                 elif received is not None:
@@ -67,7 +68,7 @@ def run_one_absent(mode: str, place: Place, phase: str, nodes: int) -> str:
             assert place.timeout / 2 < time.monotonic() - started < 4 * place.timeout
         assert caught.value.incidents, "a rank that waited says for what"
         message = "\n".join([str(caught.value), *map(describe, caught.value.incidents)])
-    dist.barrier()  # until then rank 3 stays away
+    dist.barrier()  # until then the last rank stays away
     calls.is_usable_again()
     return message
 
@@ -132,25 +133,27 @@ def masking(place: Place, nodes: int, mask_s: float) -> LowLatency:
 
 
 def run_one_masked(place: Place, nodes: int, mask_s: float) -> float:
-    """Rank 3 is late: the others go on without it, and it ends; a reset brings it back. Seconds that calls took."""
+    """The last rank is late: the others go on without it, and it ends; a reset brings it back. Seconds that calls
+    took."""
     calls = masking(place, nodes, mask_s)
-    without = torch.ones(W, W, dtype=torch.int32)
-    without[3, :3] = without[:3, 3] = 0
-    if calls.rank == 3:
+    last = calls.world - 1
+    without = torch.ones(calls.world, calls.world, dtype=torch.int32)
+    without[last, :last] = without[:last, last] = 0
+    if calls.rank == last:
         dist.barrier()
     started = time.monotonic()
-    if calls.rank == 3:
+    if calls.rank == last:
         for _ in range(2):
-            with pytest.raises(ep.EPMaskedError, match="rank 3 came too late"):
+            with pytest.raises(ep.EPMaskedError, match=f"rank {last} came too late"):
                 calls.combine(calls.dispatch(*calls.own()))
                 calls.buffer.synchronize()
         assert calls.mode.masked_ranks() == []
     else:
         calls.round_trips(without)
         assert calls.mode.active_ranks.tolist() == without[calls.rank].tolist()
-        assert calls.mode.masked_ranks() == [3]
+        assert calls.mode.masked_ranks() == [last]
     took = time.monotonic() - started
-    if calls.rank != 3:
+    if calls.rank != last:
         dist.barrier()
     calls.is_usable_again()
     return took

@@ -4,7 +4,6 @@ import random
 
 import comebacks
 import pytest
-import survivors
 import torch
 import torch.distributed as dist
 from low_latency_cases import receive_in_any_order
@@ -112,13 +111,6 @@ def test_sizes_must_be_equal():
             ep.LowLatency(buffer, max_tokens=4 + buffer.rank % 2, hidden=8, topk=2)
         with pytest.raises((ValueError, ep.EPError), match="topk is 33"):
             ep.LowLatency(buffer, max_tokens=4, hidden=8, topk=33 if buffer.rank == 1 else 2)
-
-
-def test_survivors_go_on(tmp_path, monkeypatch):
-    """One rank is killed, which the others mask."""
-    script = survivors.masking(survivors.with_low_latency(survivors.SURVIVOR))
-    monkeypatch.setattr(survivors, "SURVIVOR", script)
-    survivors.check_masked(tmp_path)
 
 
 @pytest.mark.parametrize("who", [dict(killed=(1, 2)), dict(late=(2,))], ids=str)
