@@ -5,18 +5,20 @@ Tensors are [rows, elements], one after the other for each rank of this process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.normal import launches
 from megatron_ep.normal.autograd import in_memory, need_gradient
 from megatron_ep.normal.handle import Handle
 from megatron_ep.sequences.handles import PlanHandles
 
-Tensors = Sequence[torch.Tensor]
+Map = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def differentiable_dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -24,9 +26,13 @@ def differentiable_dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tup
     return (DispatchFunction.apply if need_gradient(tensors) else _dispatch)(handles, *tensors)
 
 
-def differentiable_move(handle: Handle, back: Handle, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Applies `MoveFunction`, without autograd if no gradient is needed."""
-    return MoveFunction.apply(handle, back, *tensors) if need_gradient(tensors) else _move(handle, *tensors)
+def differentiable_move(handle: Handle, back: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Moves rows that have one destination each. back: handle of the opposite direction."""
+    return _apply(handle.group, partial(_move, handle), partial(_move, back), *rows)
+
+
+def _differentiable_sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _apply(handles.kv.group, partial(_sum, handles), partial(_copy, handles), *copies)
 
 
 def _move(handle: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -36,14 +42,15 @@ def _move(handle: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     n = len(handles.spare_tokens)
-    q = _move(handles.q, *tensors[:n])
-    return (*q, *_copy(handles, tensors[n : 2 * n], tensors[2 * n :]))
+    return (*_move(handles.q, *tensors[:n]), *_copy(handles, *tensors[n:]))
 
 
-def _copy(handles: PlanHandles, k: Tensors, v: Tensors = ()) -> tuple[torch.Tensor, ...]:
-    """Sends K and V as one row: V takes the place of fp8 scales."""
+def _copy(handles: PlanHandles, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sends the rows of K, and behind them those of V if they are given, to all ranks that need them. Both travel as
+    one row: V takes the place of fp8 scales."""
+    n = len(handles.spare_tokens)
     with handles.kv.group.abort_peers_on_error():
-        k, v = ([_with_spare(handles, i, x) for i, x in enumerate(rows)] for rows in (k, v))
+        k, v = ([_with_spare(handles, i, x) for i, x in enumerate(part)] for part in (rows[:n], rows[n:]))
         k_rows, v_rows, _ = launches.launch_dispatch(handles.kv, k, v or None, None, clears_end=False)
     return (*k_rows, *(v_rows or ()))
 
@@ -74,18 +81,24 @@ def _add_spare(handles: PlanHandles, i: int, sums: torch.Tensor) -> torch.Tensor
     return rows.clone()
 
 
-class MoveFunction(Function):
-    """Moves rows that have one destination each. back: handle of the opposite direction."""
+def _apply(group: RankGroup, there: Map, back: Map, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Applies `LinearFunction`, without autograd if no gradient is needed."""
+    return LinearFunction.apply(group, there, back, *rows) if need_gradient(rows) else there(*rows)
+
+
+class LinearFunction(Function):
+    """Applies a linear map of rows, whose gradients take the opposite way: `there` moves rows and `back` returns them,
+    or one sums copies and the other makes them. The backward pass is differentiable, too."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, back: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.back = handle, back
-        return _move(handle, *rows)
+    def forward(ctx: Any, group: RankGroup, there: Map, back: Map, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.there, ctx.back = group, there, back
+        return there(*rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.group.abort_peers_on_error():
-            return (None, None, *differentiable_move(ctx.back, ctx.handle, *map(in_memory, grads)))
+        with ctx.group.abort_peers_on_error():
+            return (None, None, None, *_apply(ctx.group, ctx.back, ctx.there, *map(in_memory, grads)))
 
 
 class DispatchFunction(Function):
@@ -112,41 +125,3 @@ class DispatchFunction(Function):
                 *(_differentiable_sum(handles, *grads[n : 2 * n]) if any(k) else none),
                 *(_differentiable_sum(handles, *grads[2 * n :]) if any(v) else none),
             )
-
-
-class CopyFunction(Function):
-    """Copies K, or V, to all ranks that need it."""
-
-    @staticmethod
-    def forward(ctx: Any, handles: PlanHandles, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handles = handles
-        return _copy(handles, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handles.kv.group.abort_peers_on_error():
-            return (None, *_differentiable_sum(ctx.handles, *map(in_memory, grads)))
-
-
-class SumFunction(Function):
-    """Sums the copies of each row: the gradient of `CopyFunction`."""
-
-    @staticmethod
-    def forward(ctx: Any, handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handles = handles
-        return _sum(handles, *copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handles.kv.group.abort_peers_on_error():
-            rows = tuple(map(in_memory, grads))
-            run = CopyFunction.apply if need_gradient(rows) else _copy_alone
-            return (None, *run(ctx.handles, *rows))
-
-
-def _copy_alone(handles: PlanHandles, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _copy(handles, rows)
-
-
-def _differentiable_sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (SumFunction.apply if need_gradient(copies) else _sum)(handles, *copies)
