@@ -11,13 +11,14 @@ from megatron_ep.config import MAX_CHANNELS, require_int
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import ALIGNMENT, Config, low_latency_bytes
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, run
-from megatron_ep.deep_ep.handles import NormalHandle
+from megatron_ep.deep_ep.handles import NormalHandle, require_handle
 from megatron_ep.deep_ep.instances import Instances
 from megatron_ep.deep_ep.layout import check_ids, counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
 from megatron_ep.deep_ep.ranks import Communicator, ranks_of
-from megatron_ep.deep_ep.transfers import Rows, device_of, row_bytes, tensors_of
+from megatron_ep.deep_ep.transfers import Rows, device_of, row_bytes
 
+MAKER = "a dispatch of this library's Buffer"  # of its handles
 DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
 
 
@@ -148,10 +149,9 @@ class Buffer(LowLatencyCalls):
         parts, event = run(
             topk_idx.device,
             lambda: layout_of(topk_idx, num_experts, self.group_size),
-            [topk_idx],
+            topk_idx,
             previous_event,
             async_finish,
-            lambda parts: parts,
         )
         return *parts, event
 
@@ -198,15 +198,8 @@ class Buffer(LowLatencyCalls):
                 for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                     if value is not None:
                         raise ValueError(f"{name} must not be given with a handle")
-                routes, device = _normal(handle).routes, device_of(x)
-            again, event = run(
-                device,
-                lambda: transfers.dispatch_again(routes, x),
-                tensors_of(x),
-                previous_event,
-                async_finish,
-                transfers.Received.tensors,
-            )
+                routes, device = require_handle(handle, NormalHandle, MAKER).routes, device_of(x)
+            again, event = run(device, lambda: transfers.dispatch_again(routes, x), x, previous_event, async_finish)
             return again.rows, None, None, None, None, event
         with instances.abort_peers_on_error():
             if num_tokens_per_expert is None:
@@ -217,7 +210,7 @@ class Buffer(LowLatencyCalls):
                 raise ValueError("topk_idx is None, must be given with num_worst_tokens and without is_token_in_rank")
             require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
             num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
-            buffer = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
+            buffer, limit = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
 
         def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
             ids = topk_idx
@@ -231,7 +224,7 @@ class Buffer(LowLatencyCalls):
                 topk_weights,
                 alignment=expert_alignment,
                 num_rows=num_worst_tokens or None,
-                limit=instances.row_limit(buffer) if num_worst_tokens else None,
+                limit=limit if num_worst_tokens else None,
             )
             if topk_idx is None:
                 counts = counts_of_all(buffer, num_tokens_per_expert)
@@ -247,10 +240,9 @@ class Buffer(LowLatencyCalls):
         (received, made, numbers, local_ids), event = run(
             device_of(x),
             call,
-            [*tensors_of(x), topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert],
+            (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert),
             previous_event,
             async_finish,
-            lambda result: [*result[0].tensors(), result[3]],
         )
         return received.rows, local_ids, received.weights, numbers, made, event
 
@@ -274,24 +266,16 @@ class Buffer(LowLatencyCalls):
         Returns [T, H], zeros for a token without rows; [T, K] or None; the event for async_finish.
         """
         with self._instances().abort_peers_on_error():
-            routes, device = _normal(handle).routes, device_of(x)
-        biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
+            routes, device = require_handle(handle, NormalHandle, MAKER).routes, device_of(x)
         (y, weights), event = run(
             device,
-            lambda: transfers.combine(routes, x, topk_weights, biases, sums_weights=True),
-            [x, topk_weights, *biases],
+            lambda: transfers.combine(routes, x, topk_weights, bias, sums_weights=True),
+            (x, topk_weights, bias),
             previous_event,
             async_finish,
-            lambda result: result,
         )
         return y, weights, event
 
     # DeepEP's own calls use these names if a group has several nodes; the arguments are the same.
     internode_dispatch = dispatch
     internode_combine = combine
-
-
-def _normal(handle: NormalHandle) -> NormalHandle:
-    if not isinstance(handle, NormalHandle):
-        raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this library's Buffer")
-    return handle

@@ -13,14 +13,15 @@ from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, Topology, require_int, re
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import Config, topology_of
 from megatron_ep.deep_ep.elastic_handle import EPHandle, max_rows
-from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
+from megatron_ep.deep_ep.events import Event, EventHandle, EventOverlap, refuse, run, wait_for
+from megatron_ep.deep_ep.handles import require_handle
 from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.ranks import ranks_of
-from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes, tensors_of
+from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes
 from megatron_ep.meeting import nodes
 from megatron_ep.meeting.place import is_known
 
-Event = EventHandle | EventOverlap | None
+MAKER = "a dispatch of this library's ElasticBuffer"  # of its handles
 BYTES = 2 << 20  # bytes, to whose multiples sizes are rounded up
 COLUMN_ALIGNMENT = 4  # elements, to whose multiples columns of scales are aligned
 NOT_HERE = (
@@ -125,9 +126,7 @@ class ElasticBuffer(OverInstances):
         """Calls the function `get_logical_domain_size`."""
         return get_logical_domain_size(self.group)
 
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Returns the same as `get_logical_domain_size`."""
-        return get_logical_domain_size(self.group)
+    get_physical_domain_size = get_logical_domain_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
         """Returns this library's default."""
@@ -193,37 +192,60 @@ class ElasticBuffer(OverInstances):
         """
         has_counts = do_cpu_sync is None or do_cpu_sync
         alignment = 1 if expert_alignment is None else expert_alignment
-        with self._instances().abort_peers_on_error():
+        tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+        instances, is_flat = self._instances(), not do_expand
+        with instances.abort_peers_on_error():
             device = device_of(x)
             if handle is not None:
                 self._check_given(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
                 if cumulative_local_expert_recv_stats is not None:
                     raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
-                dispatched = self._again(handle, x, topk_weights, not do_expand)
             else:
-                tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-                first = (x, topk_idx, topk_weights, num_experts, tokens, alignment, num_sms)
-                dispatched = self._first(*first, is_flat=not do_expand, has_counts=has_counts)
-        before_end = handle_of(previous_event_before_epilogue)
+                if topk_idx is None or num_experts is None:
+                    raise ValueError("topk_idx and num_experts must be given without a handle")
+                require_int("expert_alignment", alignment, 1, 1 << 20)
+                require_int("num_sms", num_sms, 0, MAX_CHANNELS)
+                least, most = (0, MAX_ROWS) if has_counts else (1, MAX_ROWS // self.num_ranks)
+                require_int("num_max_tokens_per_rank", tokens, least, most)
+                width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
+                buffer, limit = instances.normal(device, num_experts, num_sms or None, width)
 
         def call() -> tuple[Received, Routes, torch.Tensor | None]:
-            if before_end is not None:
-                before_end.current_stream_wait()
-            received, routes = dispatched()
-            ids = None if do_expand else routes.local_ids.to(routes.ids.dtype)
+            wait_for(previous_event_before_epilogue)
+            if handle is not None:
+                routes = handle.of_layout(is_flat)
+                received = transfers.dispatch_again(routes, x, topk_weights, all_weights=True)
+            else:
+                assert topk_idx is not None
+                num_rows = None
+                if not has_counts:
+                    topk, experts = topk_idx.shape[-1], buffer.num_local_experts
+                    num_rows = max_rows(self.num_ranks * tokens, topk, experts, alignment, is_flat)
+                received, routes = transfers.dispatch_rows(
+                    buffer,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    alignment=alignment,
+                    num_rows=num_rows,
+                    limit=None if has_counts else limit,
+                    max_tokens=tokens,
+                    all_weights=True,
+                    is_flat=is_flat,
+                )
+            ids = routes.local_ids.to(routes.ids.dtype) if is_flat else None
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(routes.rows_per_expert)
             if use_tma_aligned_col_major_sf and received.scales is not None:
-                received.scales = _column_major(received.scales)
+                received = received._replace(scales=_column_major(received.scales))
             return received, routes, ids
 
         (received, routes, ids), event = run(
             device,
             call,
-            [*tensors_of(x), topk_idx, topk_weights, cumulative_local_expert_recv_stats],
+            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats),
             previous_event,
             async_with_compute_stream,
-            lambda result: [*result[0].tensors(), result[2]],
         )
         if handle is None:
             assert topk_idx is not None
@@ -260,72 +282,17 @@ class ElasticBuffer(OverInstances):
         Returns [T, H]; [T, K] or None; the event.
         """
         with self._instances().abort_peers_on_error():
-            _check_handle(handle)
-            routes, device = handle.of_layout(not handle.do_expand), device_of(x)
-        biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
-        before_end = handle_of(previous_event_before_epilogue)
+            routes = require_handle(handle, EPHandle, MAKER).of_layout(not handle.do_expand)
+            device = device_of(x)
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-            if before_end is not None:
-                before_end.current_stream_wait()
-            return transfers.combine(
-                routes, x, topk_weights, biases, rounds_once=handle.do_expand and self._rounds_once
-            )
+            wait_for(previous_event_before_epilogue)
+            rounds_once = handle.do_expand and self._rounds_once
+            return transfers.combine(routes, x, topk_weights, bias, rounds_once=rounds_once)
 
-        (y, weights), event = run(
-            device, call, [x, topk_weights, *biases], previous_event, async_with_compute_stream, lambda result: result
-        )
+        read = (x, topk_weights, bias)
+        (y, weights), event = run(device, call, read, previous_event, async_with_compute_stream)
         return y, weights, event
-
-    def _first(
-        self,
-        x: Rows,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_experts: int | None,
-        max_tokens: int,
-        alignment: int,
-        num_sms: int,
-        *,
-        is_flat: bool,
-        has_counts: bool,
-    ) -> Any:
-        if topk_idx is None or num_experts is None:
-            raise ValueError("topk_idx and num_experts must be given without a handle")
-        require_int("expert_alignment", alignment, 1, 1 << 20)
-        require_int("num_sms", num_sms, 0, MAX_CHANNELS)
-        least, most = (0, MAX_ROWS) if has_counts else (1, MAX_ROWS // self.num_ranks)
-        require_int("num_max_tokens_per_rank", max_tokens, least, most)
-        width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
-        instances = self._instances()
-        buffer = instances.normal(device_of(x), num_experts, num_sms or None, width)
-
-        def dispatched() -> tuple[Received, Routes]:
-            num_rows = None
-            if not has_counts:
-                topk = topk_idx.shape[-1]
-                num_rows = max_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
-            return transfers.dispatch_rows(
-                buffer,
-                x,
-                topk_idx,
-                topk_weights,
-                alignment=alignment,
-                num_rows=num_rows,
-                limit=None if has_counts else instances.row_limit(buffer),
-                max_tokens=max_tokens,
-                all_weights=True,
-                is_flat=is_flat,
-            )
-
-        return dispatched
-
-    def _again(self, handle: EPHandle, x: Rows, topk_weights: torch.Tensor | None, is_flat: bool) -> Any:
-        def dispatched() -> tuple[Received, Routes]:
-            routes = handle.of_layout(is_flat)
-            return transfers.dispatch_again(routes, x, topk_weights, all_weights=True), routes
-
-        return dispatched
 
     @staticmethod
     def _check_given(
@@ -336,7 +303,7 @@ class ElasticBuffer(OverInstances):
         alignment: int | None,
         do_cpu_sync: bool | None,
     ) -> None:
-        _check_handle(handle)
+        require_handle(handle, EPHandle, MAKER)
         if topk_idx is not None or do_cpu_sync:
             raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
         given = (("num_experts", num_experts), ("num_max_tokens_per_rank", max_tokens), ("expert_alignment", alignment))
@@ -374,12 +341,6 @@ def _refusing(name: str) -> Any:
 
 for _name in NOT_HERE:
     setattr(ElasticBuffer, _name, _refusing(_name))
-
-
-def _check_handle(handle: EPHandle) -> None:
-    if not isinstance(handle, EPHandle):
-        name = type(handle).__name__
-        raise ValueError(f"handle is a {name}, must be of a dispatch of this library's ElasticBuffer")
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class EPHandle:
         self.topk_idx = topk_idx
         self.num_recv_tokens_per_expert_list = routes.tokens_per_expert.tolist() if has_counts else []
         came = len(routes.rank.dst_rows)
-        self.num_recv_tokens = came if has_counts or not do_expand else routes.num_rows
+        self.num_recv_tokens = came if has_counts or not do_expand else routes.rank.rows
         if has_counts:
             self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
         else:
@@ -108,7 +108,7 @@ class EPHandle:
         last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
         local_rank = source % routes.group.topology.ranks_per_node
         rows = torch.where(chosen, routes.rank.dst_rows, NONE) if self.do_expand else chosen.int().fill_(NONE)
-        token = source * self.num_max_tokens_per_rank + routes.source_tokens
+        token = source * self.num_max_tokens_per_rank + routes.rank.source_tokens
         return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
 
     @functools.cached_property

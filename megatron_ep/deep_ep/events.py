@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_ep.overlap import communication_stream
 
@@ -72,39 +73,44 @@ class EventOverlap:
             self.current_stream_wait(releases)
 
 
-def handle_of(previous_event: EventOverlap | EventHandle | None) -> EventHandle | None:
-    """Returns the EventHandle of an argument, which users of V1 wrap in an EventOverlap."""
-    return previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+Event = EventHandle | EventOverlap | None  # an argument; users of V1 wrap the handle
+
+
+def wait_for(event: Event) -> None:
+    """Makes the current stream wait for an event, if there is one."""
+    if handle := _handle_of(event):
+        handle.current_stream_wait()
+
+
+def _handle_of(event: Event) -> EventHandle | None:
+    return event.event if isinstance(event, EventOverlap) else event
 
 
 def run(
     device: torch.device,
     call: Callable[[], Result],
-    read: Iterable[torch.Tensor | None],
-    previous_event: EventOverlap | EventHandle | None,
-    is_async: bool,
-    tensors_of: Callable[[Result], Iterable[torch.Tensor | None]],
+    read: Any,
+    previous_event: Event = None,
+    is_async: bool = False,
 ) -> tuple[Result, EventOverlap]:
     """Runs call() on the current stream, or on the communication stream if it is asynchronous.
 
-    read: tensors that it reads; tensors_of: returns the tensors of its result that the current stream will use.
+    read: what it reads. Tensors in it, and those in the result, which the current stream will use, may be in tuples.
     previous_event: event that it waits for. None: all work on the current stream so far.
     """
-    before = handle_of(previous_event)
     if device.type == "cpu":
         return call(), EventOverlap(EventHandle() if is_async else None)
     if not is_async:
-        if before is not None:
-            before.current_stream_wait()
+        wait_for(previous_event)
         return call(), EventOverlap()
     current, stream = torch.cuda.current_stream(device), communication_stream(device)
-    (before or EventHandle()).keep_back(stream)
+    (_handle_of(previous_event) or EventHandle()).keep_back(stream)
     with torch.cuda.stream(stream):
         result = call()
         after = EventHandle()
-    for tensors, other in ((read, stream), (tensors_of(result), current)):
-        for tensor in tensors:
-            if tensor is not None and tensor.is_cuda:
+    for tensors, other in ((read, stream), (result, current)):
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(other)
     return result, EventOverlap(after)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,15 @@ from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.meeting.processes import OfOneProcess
 
+Kind = TypeVar("Kind")
 UNKNOWN = -1  # value of elements that only other ranks know
+
+
+def require_handle(handle: Any, kind: type[Kind], maker: str) -> Kind:
+    """Returns the handle. Raises ValueError if it is of another kind. maker: what returns such handles."""
+    if not isinstance(handle, kind):
+        raise ValueError(f"handle is a {type(handle).__name__}, must be of {maker}")
+    return handle
 
 
 class _LazyTuple(OfOneProcess, tuple[Any, ...]):
@@ -66,13 +74,13 @@ class NormalHandle(_LazyTuple):
         if index == 0:
             return self._rank_prefix_matrix
         if index == 3:
-            return self.routes.source_tokens
+            return self.routes.rank.source_tokens
         if index == 4:
             return self._is_token_in_rank
         if index == 5:
             return self._is_token_in_rank.int() - 1
         world = self.routes.group.topology.world_size
-        return self.routes.source_tokens.new_full((world, self._num_channels), UNKNOWN)
+        return self.routes.rank.source_tokens.new_full((world, self._num_channels), UNKNOWN)
 
 
 class LowLatencyTuple(_LazyTuple):

@@ -43,14 +43,15 @@ class Instances:
         self._timeout = timeout
         self._masks = masks
         self._low_latency_bytes = low_latency_bytes
-        self._normal: dict[tuple[Any, ...], Buffer] = {}
-        self._row_limits: dict[Buffer, RowLimit] = {}
-        self._low_latency: dict[tuple[Any, ...], LowLatency] = {}
-        self._of_low_latency: dict[tuple[Any, ...], Buffer] = {}
+        self._normal: dict[tuple[Any, ...], tuple[Buffer, RowLimit]] = {}
+        self._low_latency: dict[tuple[Any, ...], tuple[Buffer, LowLatency]] = {}
         self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # size of the buffer or mode with that key
 
-    def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
-        """Returns the buffer for such a call. Collective if it is created or replaced."""
+    def normal(
+        self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int
+    ) -> tuple[Buffer, RowLimit]:
+        """Returns the buffer for such a call, and the limit of its dispatches with a fixed R. Collective if it is
+        created or replaced."""
         require_int("num_experts", num_experts, 1, MAX_EXPERTS)
         if device.type == "cpu":
             num_sms = None
@@ -58,11 +59,10 @@ class Instances:
         size, is_new = self._grown(key, (num_sms or 0, row_class(row_bytes) or 0))
         if is_new:
             if key in self._normal:
-                self._row_limits.pop(self._normal.pop(key)).report_unseen()
+                self._normal.pop(key)[1].report_unseen()
             sms, row_bytes = size
             config = Config(num_experts, num_sms=sms or None, row_bytes=row_bytes or None, timeout=self._timeout)
-            buffer = self._normal[key] = self._ranks.buffer(config, device)
-            self._row_limits[buffer] = RowLimit(TOO_FEW_ROWS)
+            self._normal[key] = self._ranks.buffer(config, device), RowLimit(TOO_FEW_ROWS)
             self._sizes[key] = size
         return self._normal[key]
 
@@ -71,10 +71,6 @@ class Instances:
         had = self._sizes.get(key)
         size = wanted if had is None else tuple(map(max, wanted, had))
         return size, size != had
-
-    def row_limit(self, buffer: Buffer) -> RowLimit:
-        """Returns the limit of the buffer's dispatches with a fixed R."""
-        return self._row_limits[buffer]
 
     def low_latency(
         self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
@@ -96,18 +92,16 @@ class Instances:
             if self._low_latency_bytes:
                 room = tokens_in(self._low_latency_bytes, hidden, self._ranks.size, num_experts)
                 max_tokens = max(max_tokens, room)
-            for modes in (self._low_latency, self._of_low_latency):
-                modes.pop(key, None)  # frees its memory for the new one, unless handles keep it
-            buffer = self._of_low_latency[key] = self.normal(device, num_experts, None, 2 * hidden)
+            self._low_latency.pop(key, None)  # frees its memory for the new one, unless handles keep it
+            buffer, _ = self.normal(device, num_experts, None, 2 * hidden)
             policy = "mask" if self._masks else "raise"
-            self._low_latency[key] = LowLatency(
-                buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, on_dead_rank=policy
-            )
+            mode = LowLatency(buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, on_dead_rank=policy)
+            self._low_latency[key] = buffer, mode
             self._sizes[key] = (max_tokens, hidden, topk)
-        return self._low_latency[key]
+        return self._low_latency[key][1]
 
     def all_low_latency(self) -> list[LowLatency]:
-        return list(self._low_latency.values())
+        return [mode for _, mode in self._low_latency.values()]
 
     def reset(self) -> None:
         """Resets all buffers: see `megatron_ep.Buffer.reset`. Collective."""
@@ -127,17 +121,16 @@ class Instances:
     def _buffers(self) -> list[Buffer]:
         """Returns the buffers in the same order on all ranks."""
         # A low-latency mode keeps its buffer, even if another one has replaced it in `_normal`.
-        return list(dict.fromkeys((*self._normal.values(), *self._of_low_latency.values())))
+        return list(dict.fromkeys(buffer for buffer, _ in (*self._normal.values(), *self._low_latency.values())))
 
     def close(self) -> None:
         """Closes all buffers, without waiting for other ranks."""
-        buffers = self._buffers()
-        for made in (self._low_latency, self._of_low_latency, self._normal, self._sizes):
+        buffers, limits = self._buffers(), [limit for _, limit in self._normal.values()]
+        for made in (self._low_latency, self._normal, self._sizes):
             made.clear()
         with contextlib.suppress(RuntimeError):  # a GPU that no longer works is reported elsewhere
-            for limit in self._row_limits.values():
+            for limit in limits:
                 limit.report_unseen()
-        self._row_limits.clear()
         while buffers:
             buffers.pop().close()
 

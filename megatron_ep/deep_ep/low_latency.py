@@ -10,7 +10,7 @@ import torch
 
 from megatron_ep.config import require_int
 from megatron_ep.deep_ep.events import EventOverlap, refuse, run
-from megatron_ep.deep_ep.handles import LowLatencyTuple
+from megatron_ep.deep_ep.handles import LowLatencyTuple, require_handle
 from megatron_ep.deep_ep.instances import OverInstances
 from megatron_ep.deep_ep.transfers import Rows
 from megatron_ep.errors import EPError
@@ -88,7 +88,7 @@ class LowLatencyCalls(OverInstances):
             settings = {"fp8": "ue8m0" if use_ue8m0 else "pow2" if round_scale else "fp32", "scale_layout": "column"}
         stats = cumulative_local_expert_recv_stats
 
-        def call() -> tuple[Any, Hook | None]:
+        def call() -> tuple[Any, Hook | None, list[torch.Tensor | None]]:
             with torch.no_grad():
                 result = low_latency.dispatch(
                     x,
@@ -100,6 +100,7 @@ class LowLatencyCalls(OverInstances):
                     **settings,
                 )
             received, receive = result if return_recv_hook else (result, None)
+            used = [received.x, received.scales, received.handle.layouts[0]]
 
             def count() -> None:
                 if stats is not None:
@@ -107,17 +108,11 @@ class LowLatencyCalls(OverInstances):
 
             if receive is None:
                 count()
-                return received, None
-            return received, _on_stream_of_now(x.device, receive, count)
+                return received, None, used
+            return received, _on_stream_of_now(x.device, receive, count), used
 
-        (received, hook), event = run(
-            x.device,
-            call,
-            [x, topk_idx, stats, dispatch_wait_recv_cost_stats],
-            None,
-            async_finish,
-            lambda result: [result[0].x, result[0].scales, result[0].handle.layouts[0]],
-        )
+        read = (x, topk_idx, stats, dispatch_wait_recv_cost_stats)
+        (received, hook, _), event = run(x.device, call, read, is_async=async_finish)
         handle = LowLatencyTuple(low_latency, received.handle, topk_idx, most, x.shape[1])
         rows: Rows = (received.x, received.scales) if use_fp8 else received.x
         return rows, received.recv_counts, handle, event, hook
@@ -149,8 +144,7 @@ class LowLatencyCalls(OverInstances):
             if use_logfmt:
                 refuse("use_logfmt", True, "rows are combined in bfloat16")
             _check_ends(async_finish, return_recv_hook)
-            if not isinstance(handle, LowLatencyTuple):
-                raise ValueError(f"handle is a {type(handle).__name__}, must be of low_latency_dispatch of this Buffer")
+            require_handle(handle, LowLatencyTuple, "low_latency_dispatch of this Buffer")
             low_latency, device = handle.low_latency, x.device
             rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
             weights = topk_weights
@@ -174,14 +168,8 @@ class LowLatencyCalls(OverInstances):
                 return result, None
             return result[0], _on_stream_of_now(device, result[1])
 
-        (y, hook), event = run(
-            device,
-            call,
-            [rows, weights, out, combine_wait_recv_cost_stats, handle.handle.layouts[0]],
-            None,
-            async_finish,
-            lambda result: [result[0]],
-        )
+        read = (rows, weights, out, combine_wait_recv_cost_stats, handle.handle.layouts[0])
+        (y, hook), event = run(device, call, read, is_async=async_finish)
         return y, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyTuple) -> torch.Tensor:

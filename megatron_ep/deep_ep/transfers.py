@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,7 @@ def row_bytes(x: Rows, combined: torch.dtype = torch.bfloat16) -> int:
     return values.shape[-1] * max(combined.itemsize, values.element_size())
 
 
-@dataclass
-class Received:
+class Received(NamedTuple):
     """What a dispatch receives: x [R, H], scales [R, S], weights [R, K], or [R] for grouped rows."""
 
     x: torch.Tensor
@@ -49,9 +49,6 @@ class Received:
     @property
     def rows(self) -> Rows:
         return self.x if self.scales is None else (self.x, self.scales)
-
-    def tensors(self) -> list[torch.Tensor | None]:
-        return [self.x, self.scales, self.weights]
 
 
 @dataclass(eq=False)
@@ -68,24 +65,6 @@ class Routes:
     @property
     def rank(self) -> RankHandle:
         return self.handle.ranks[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rank.num_tokens
-
-    @property
-    def num_rows(self) -> int:
-        return self.rank.rows
-
-    @property
-    def weights_shape(self) -> tuple[int, ...]:
-        """The shape of the weights that arrive with the rows."""
-        return (self.num_rows, self.handle.topk) if self.handle.is_flat else (self.num_rows,)
-
-    @property
-    def source_tokens(self) -> torch.Tensor:
-        """int32 [tokens received], number of each token at its source. A tensor of the handle, not a copy."""
-        return self.rank.source_tokens
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
@@ -110,7 +89,7 @@ class Routes:
 
     def _counts(self, part: str, count: int) -> torch.Tensor:
         """Returns int32 [count], a view of a part of the layout, see `_C.Heap.layout`."""
-        first = self.group.heap.layout(self.num_tokens, self.handle.topk)[part]
+        first = self.group.heap.layout(self.rank.num_tokens, self.handle.topk)[part]
         return self.rank.layout[first : first + count]
 
     @functools.cached_property
@@ -220,8 +199,8 @@ def dispatch_again(
         values, scales = _parts(x)
         key = signature(("deep_ep dispatch again", routes.handle.cache_key), values, None, weights, scales)
         if not group.call_cache.get(key):
-            _check_rows(group, values, scales, routes.num_tokens)
-            _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
+            _check_rows(group, values, scales, routes.rank.num_tokens)
+            _check_weights(group, weights, (routes.rank.num_tokens, routes.handle.topk))
             group.call_cache.add(key, True)
         return _launch(routes.handle, values, scales, weights, all_weights)
 
@@ -230,19 +209,20 @@ def combine(
     routes: Routes,
     x: torch.Tensor,
     weights: torch.Tensor | None = None,
-    biases: Sequence[torch.Tensor] = (),
+    bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     *,
     sums_weights: bool = False,
     rounds_once: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the sums [T, H] of each token's rows, and the weights [T, K], each from the rank of its expert.
 
-    x: [R, H]. weights: float32 [R, K], or [R] for grouped rows. biases: at most two [T, H].
-    The sum begins with the biases and adds the partial sums of ranks in the order of the last k of each, in fp32,
+    x: [R, H]. weights: float32 [R, K], or [R] for grouped rows. bias: one or two [T, H].
+    The sum begins with the bias and adds the partial sums of ranks in the order of the last k of each, in fp32,
     rounded once. A partial sum of a rank is rounded too, unless it travels in fp32 (rounds_once).
     sums_weights: for flat rows, sums the weights over all ranks that received the token, regardless of their experts.
     """
     group = routes.group
+    biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
     with group.abort_peers_on_error():
         group.check_usable()
         key = signature(("deep_ep combine", routes.handle.cache_key), x, None, weights, *biases)
@@ -262,18 +242,18 @@ def combine(
 def _check_combine(
     routes: Routes, x: torch.Tensor, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
 ) -> None:
-    group = routes.group
+    group, rows, topk = routes.group, routes.rank.rows, routes.handle.topk
     api.as_list("x", x, group)
     check_summable("x", x.dtype, group.device.type)
-    api.check_payload("x", [x], [routes.num_rows])
-    _check_weights(group, weights, routes.weights_shape)
-    if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
+    api.check_payload("x", [x], [rows])
+    _check_weights(group, weights, (rows, topk) if routes.handle.is_flat else (rows,))
+    if len(biases) > MAX_BIASES or topk + len(biases) > MAX_TOPK:
         raise ValueError(
             f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
         )
     for bias in biases:
         api.as_list("bias", bias, group)
-        api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
+        api.check_weights("bias", [bias], [(routes.rank.num_tokens, x.shape[1])], (x.dtype,))
 
 
 def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:
