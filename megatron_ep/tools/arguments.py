@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, TIMEOUT_ALLOWED, Topology
+from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, TIMEOUT_ALLOWED, Topology, require_int
 
 GIB = 1 << 30
 
@@ -86,6 +86,13 @@ def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None
 def default_experts(topology: Topology) -> int:
     """Returns the default of E: that of DeepSeek-V3, rounded up to a multiple of the number of ranks."""
     return -(-256 // topology.world_size) * topology.world_size
+
+
+def require_ints(options: argparse.Namespace, least: int, most: int, *names: str) -> None:
+    """Raises ValueError that names an option, of these, that is given and not in [least, most]."""
+    for name in names:
+        if getattr(options, name) is not None:
+            require_int(f"--{name.replace('_', '-')}", getattr(options, name), least, most)
 
 
 def numbers(name: str, text: str) -> list[int]:

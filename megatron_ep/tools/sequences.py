@@ -6,22 +6,21 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_ep.tools.arguments import reason
+import torch
 
-if TYPE_CHECKING:
-    from megatron_ep.sequences.plan import SequencePlan, Shard
-    from megatron_ep.sequences.planner import RowBytes
+from megatron_ep.config import MAX_ROWS, Topology
+from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard
+from megatron_ep.sequences.planner import MAX_BYTES, RowBytes, balance, bytes_between, computed_at_home, cut_evenly
+from megatron_ep.tools.arguments import reason, require_ints
+from megatron_ep.tools.simulate import Machine
+from megatron_ep.tools.simulate.predict import machines_in_band
+from megatron_ep.tools.simulate.progress import Progress
+from megatron_ep.tools.simulate.sequences import WAYS, predict_ways, times_of
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a table."""
-    import torch
-
-    from megatron_ep.sequences.plan import SequencePlan
-    from megatron_ep.sequences.planner import RowBytes, balance, computed_at_home
-
     options = _parser().parse_args(argv)
     _check(options)
     q, kv = (
@@ -74,31 +73,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from megatron_ep.config import MAX_ROWS, require_int
-    from megatron_ep.sequences.plan import MAX_RANKS
-    from megatron_ep.sequences.planner import MAX_BYTES
-
-    require_int("--ranks", options.ranks, 1, MAX_RANKS)
-    require_int("--block", options.block, 1, MAX_ROWS)
-    require_int("--query-heads", options.query_heads, 1, 1 << 12)
-    require_int("--kv-heads", options.kv_heads, 1, 1 << 12)
-    require_int("--head-dim", options.head_dim, 1, 1 << 12)
-    if options.max_bytes is not None:
-        require_int("--max-bytes", options.max_bytes, 0, MAX_BYTES)
+    require_ints(options, 1, MAX_RANKS, "ranks")
+    require_ints(options, 1, MAX_ROWS, "block")
+    require_ints(options, 1, 1 << 12, "query_heads", "kv_heads", "head_dim")
+    require_ints(options, 0, MAX_BYTES, "max_bytes")
+    require_ints(options, 1, options.ranks, "ranks_per_node")
+    require_ints(options, 1, 1 << 10, "num_sms")
     for name in ("ranks_per_node", "machine", "num_sms", "no_band"):
         if getattr(options, name) and not options.predict:
             raise ValueError(f"--{name.replace('_', '-')}: only with --predict")
-    if options.ranks_per_node is not None:
-        require_int("--ranks-per-node", options.ranks_per_node, 1, options.ranks)
-        if options.ranks % options.ranks_per_node:
-            raise ValueError(f"--ranks-per-node is {options.ranks_per_node}, must divide the {options.ranks} ranks")
-    if options.num_sms is not None:
-        require_int("--num-sms", options.num_sms, 1, 1 << 10)
+    if options.ranks_per_node is not None and options.ranks % options.ranks_per_node:
+        raise ValueError(f"--ranks-per-node is {options.ranks_per_node}, must divide the {options.ranks} ranks")
 
 
 def _read(file: str, ranks: int) -> list[Shard]:
-    from megatron_ep.sequences.planner import cut_evenly
-
     try:
         return cut_evenly(_lengths(Path(file).read_text(encoding="utf-8")), ranks)
     except (OSError, ValueError) as error:
@@ -106,8 +94,6 @@ def _read(file: str, ranks: int) -> list[Shard]:
 
 
 def _lengths(text: str) -> list[int]:
-    from megatron_ep.config import MAX_ROWS
-
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip().isdecimal() or int(line) > MAX_ROWS:
@@ -116,8 +102,6 @@ def _lengths(text: str) -> list[int]:
 
 
 def _print_table(plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
-    from megatron_ep.sequences.planner import bytes_between
-
     print(f"{'attention':16}{'load, max / mean':>18}{'moved, GB':>12}{'most sent by a rank':>22}{'received':>12}")
     for name, plan in plans.items():
         moved = bytes_between(plan, row_bytes)
@@ -128,12 +112,6 @@ def _print_table(plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
 
 
 def _print_times(options: argparse.Namespace, plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
-    from megatron_ep.config import Topology
-    from megatron_ep.tools.simulate import Machine
-    from megatron_ep.tools.simulate.predict import machines_in_band
-    from megatron_ep.tools.simulate.progress import Progress
-    from megatron_ep.tools.simulate.sequences import WAYS, predict_ways, times_of
-
     per_node = options.ranks_per_node or options.ranks
     topology = Topology(options.ranks // per_node, per_node)
     several_nodes = topology.nodes > 1

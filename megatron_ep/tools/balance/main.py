@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ep.tools.arguments import save
+from megatron_ep.tools.arguments import require_ints, save
 
 if TYPE_CHECKING:
     from megatron_ep.tools.balance.spread import LayerSpread, Period
@@ -25,7 +25,27 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("numpy") is None:
         raise ValueError("needs numpy: pip install numpy")
-    _balance(options)
+    from megatron_ep.tools.balance import spread
+    from megatron_ep.tools.balance.trace import since
+
+    require_ints(options, 1, 1 << 31, "first_step", "experts", "ep")
+    trace = _read(options)
+    if options.first_step is not None:
+        trace = since(trace, options.first_step)
+    layers, periods = spread.layers(trace), spread.periods(trace)
+    print(_headline(trace), "", "rows of the rank with the most over the mean", sep="\n")
+    print(*_layer_table(layers), "", *_period_table(periods), sep="\n")
+    if options.json is not None:
+        report = {
+            "expert_ranks": trace.expert_ranks,
+            "num_experts": trace.num_experts,
+            "topk": trace.topk,
+            "recorded_steps": trace.recorded_steps,
+            "layers": [_finite(dataclasses.asdict(layer)) for layer in layers],
+            "periods": [dataclasses.asdict(period) for period in periods],
+            "places": {str(layer): order for layer, order in spread.places(trace).items()},
+        }
+        save("--json", options.json, json.dumps(report, indent=1) + "\n")
     return 0
 
 
@@ -48,34 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     theirs.add_argument("--ep", type=int, metavar="N", help="ranks that share the experts (all)")
     parser.add_argument("--json", metavar="FILE", help="everything that the tables say, of every layer")
     return parser
-
-
-def _balance(options: argparse.Namespace) -> None:
-    from megatron_ep.config import require_int
-    from megatron_ep.tools.balance import spread
-    from megatron_ep.tools.balance.trace import since
-
-    for name in ("first_step", "experts", "ep"):
-        value = getattr(options, name)
-        if value is not None:
-            require_int("--" + name.replace("_", "-"), value, 1, 1 << 31)
-    trace = _read(options)
-    if options.first_step is not None:
-        trace = since(trace, options.first_step)
-    layers, periods = spread.layers(trace), spread.periods(trace)
-    print(_headline(trace), "", "rows of the rank with the most over the mean", sep="\n")
-    print(*_layer_table(layers), "", *_period_table(periods), sep="\n")
-    if options.json is not None:
-        report = {
-            "expert_ranks": trace.expert_ranks,
-            "num_experts": trace.num_experts,
-            "topk": trace.topk,
-            "recorded_steps": trace.recorded_steps,
-            "layers": [_finite(dataclasses.asdict(layer)) for layer in layers],
-            "periods": [dataclasses.asdict(period) for period in periods],
-            "places": {str(layer): order for layer, order in spread.places(trace).items()},
-        }
-        save("--json", options.json, json.dumps(report, indent=1) + "\n")
 
 
 def _read(options: argparse.Namespace) -> Trace:

@@ -7,14 +7,14 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_ep.tools.arguments import default_experts, numbers, save
+from megatron_ep.buffer import sizes
+from megatron_ep.config import Config, Topology, Tuning, require_int
+from megatron_ep.tools.arguments import default_experts, numbers, require_ints, save
+from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction, predict
+from megatron_ep.tools.simulate.predict import machines_in_band
 from megatron_ep.tools.simulate.progress import Progress
-
-if TYPE_CHECKING:
-    from megatron_ep.config import Topology
-    from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction
 
 # Limit of simulated ranks, because more take minutes. --images overrides it.
 MAX_RANKS = 8
@@ -27,8 +27,6 @@ NEAR = 1.03  # time over that of the fastest up to which fewer SMs are preferred
 
 def main(argv: Sequence[str]) -> int:
     """Prints tables."""
-    from megatron_ep.tools.simulate import Machine
-
     options = _parser().parse_args(argv)
     cases = list(_cases(options))
     several_nodes = any(case.uses_network for case in cases)
@@ -96,16 +94,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    from megatron_ep.buffer import sizes
-    from megatron_ep.config import Config, Topology, Tuning, require_int
-    from megatron_ep.tools.simulate import Case
-
     if options.mode == "low-latency":
         for name in ("channels", "rdma_rows", "chunk", "local_pass"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
-    require_int("--seed", options.seed, 0, 1 << 20)
-    require_int("--ffn", options.ffn, 1, 1 << 20)
+    require_ints(options, 0, 1 << 20, "seed")
+    require_ints(options, 1, 1 << 20, "ffn")
     lists: list[Sequence[Any]] = [
         [None] if text is None else numbers(name, text)  # None: the default of the buffer
         for name, text in (
@@ -129,9 +123,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             require_int("--rdma-rows", rdma_rows, 1, 1 << 12)
             tuning = dataclasses.replace(tuning, rdma_ring_bytes=rdma_rows * sizes.slot_bytes(config))
             config = dataclasses.replace(config, tuning=tuning)
-        images = options.images
-        if images is None:
-            images = default_images(topology)
         yield Case(
             topology,
             config,
@@ -142,7 +133,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             dtype=options.dtype,
             sum_at=options.sum_at,
             routing=options.routing,
-            images=images,
+            images=default_images(topology) if options.images is None else options.images,
             seed=options.seed,
         )
 
@@ -153,13 +144,11 @@ def default_images(topology: Topology) -> int:
     return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
 
 
-Found = tuple["Prediction", dict[str, tuple[float, float]]]
+Found = tuple[Prediction, dict[str, tuple[float, float]]]
 
 
 def _predict(case: Case, machine: Machine, with_band: bool) -> Found:
     """Returns the prediction, and the bounds of each phase's time in us."""
-    from megatron_ep.tools.simulate.predict import machines_in_band, predict
-
     choices = case.choices()
     machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
     with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as on_progress:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_ep.tools.simulate.predict import OnProgress
+from rich import progress
+from rich.console import Console
+
+from megatron_ep.tools.simulate.predict import OnProgress
 
 
 class Progress:
     """A progress bar, a context manager. phases: number of phases that are simulated, without notify."""
 
     def __init__(self, title: str, phases: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-
-        self._bar = Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._bar = progress.Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
         self._task = self._bar.add_task(title, total=float(phases))
         self._done, self._last = 0.0, ("", 0.0)
 
