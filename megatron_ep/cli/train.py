@@ -75,15 +75,9 @@ def main(arguments: Sequence[str]) -> int:
             log_dir=out / "logs",
             threads_per_rank=loaded.train.threads_per_rank,
         )
-    except launcher.Interrupted as stop:
-        print(f"megatron-ep: {stop}; no rank is left running", file=sys.stderr)
-        return 128 + stop.signal
-    except launcher.LaunchError as error:
+    except (launcher.LaunchError, OSError) as error:
         print(f"megatron-ep: {error}", file=sys.stderr)
-        return error.status if error.status == launcher.MISTAKE else 1
-    except OSError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, launcher.LaunchError) else 1
     return 0
 
 
@@ -101,9 +95,6 @@ def _train_rank(loaded: recipe.Recipe, out: Path, resume: bool) -> int:
 
     try:
         record(run)()  # tells the launcher, too
-    except ValueError as error:
-        print(f"megatron-ep: {error}", file=sys.stderr)
-        return launcher.MISTAKE
     except OSError as error:
         if error.filename is None:
             raise

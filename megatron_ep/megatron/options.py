@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, is_number, require_int
 
@@ -51,21 +50,3 @@ class Options:
 
 
 NAMES = tuple(field.name for field in fields(Options))
-
-
-def merged(options: Options, config: Any) -> Options:
-    """Returns the options merged with the fields of a TransformerConfig that have the same names.
-
-    Raises ValueError if options and config contradict each other, or the config's value is not supported.
-    """
-    chosen = {}
-    for field in fields(Options):
-        name = field.name
-        ours, theirs = getattr(options, name), getattr(config, name, None)
-        if theirs is None or theirs is False or theirs == "bf16":  # Megatron's defaults
-            chosen[name] = ours
-        elif ours in (field.default, theirs):
-            chosen[name] = theirs
-        else:
-            raise ValueError(f"{name} is {ours!r} for the dispatcher and {theirs!r} in Megatron's config: give one")
-    return Options(**chosen)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -62,11 +63,22 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
 
 
 def options_for(config: Any) -> options.Options:
-    """Returns the options of a layer with this TransformerConfig: those of `configure` and of the config's own fields.
+    """Returns the options of a layer with this TransformerConfig: those of `configure`, and the config's fields of the
+    same names.
 
-    Raises ValueError as `options.merged` does.
+    Raises ValueError if the two contradict each other, or the config's value is not supported.
     """
-    return options.merged(_options, config)
+    chosen = {}
+    for field in dataclasses.fields(_options):
+        name = field.name
+        ours, theirs = getattr(_options, name), getattr(config, name, None)
+        if theirs is None or theirs is False or theirs == "bf16":  # Megatron's defaults
+            chosen[name] = ours
+        elif ours in (field.default, theirs):
+            chosen[name] = theirs
+        else:
+            raise ValueError(f"{name} is {ours!r} for the dispatcher and {theirs!r} in Megatron's config: give one")
+    return options.Options(**chosen)
 
 
 def expect(group: dist.ProcessGroup) -> None:

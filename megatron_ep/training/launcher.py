@@ -21,22 +21,15 @@ MISTAKE = 2  # exit status of a rank that found a mistake of the user
 
 
 class LaunchError(RuntimeError):
-    """A rank failed. The message has the rank, the reason and its log file; with the status MISTAKE only the reason.
+    """A rank failed, or a signal ended the run. The message has the rank, the reason and its log file; with the status
+    MISTAKE only the reason.
 
-    status: exit status of the rank.
+    status: exit status of the run.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Interrupted(Exception):
-    """A signal ended the run, and all ranks have been stopped. signal: its number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.signal = number
 
 
 def die_with_parent() -> None:
@@ -51,8 +44,8 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
 
     Rank 0 keeps the terminal. Output of the other ranks, and stderr of all, is written to files below `log_dir`.
 
-    Raises OSError if the log directory cannot be made, LaunchError if a rank failed, and Interrupted if SIGINT,
-    SIGTERM, SIGHUP or SIGQUIT arrived; the ranks have then been stopped.
+    Raises OSError if the log directory cannot be made, and LaunchError if a rank failed, or if SIGINT, SIGTERM, SIGHUP
+    or SIGQUIT arrived; the ranks have then been stopped.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -90,7 +83,8 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
         try:
             elastic_launch(config, sys.executable)("-m", "megatron_ep.cli.main", *arguments)
         except SignalException as stop:
-            raise Interrupted(stop.sigval) from None
+            number = signal.Signals(stop.sigval)
+            raise LaunchError(f"stopped by {number.name}; no rank is left running", 128 + number) from None
         except ChildFailedError as error:
             raise _explained(error.failures, log_dir) from None
 
@@ -119,5 +113,4 @@ def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:
     # A rank that has reported a ValueError may be stopped because of another rank before it exits with MISTAKE.
     if failure.exitcode == MISTAKE or reason.startswith("ValueError: "):
         return LaunchError(reason.removeprefix("ValueError: "), MISTAKE)
-    text = f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")
-    return LaunchError(text, failure.exitcode)
+    return LaunchError(f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else ""), 1)

@@ -365,15 +365,19 @@ def test_options_out_of_range(settings, words):
     assert words in str(error.value)
 
 
-def test_options_of_megatrons_config():
+def test_options_of_megatrons_config(monkeypatch):
     class Config:
         moe_expert_rank_capacity_factor = 1.5
         moe_dispatch_fwd_dtype = "bf16"
 
-    assert options.merged(options.Options(), Config()) == options.Options(1.5)
-    assert options.merged(options.Options(1.5, True, "fp8"), Config()) == options.Options(1.5, True, "fp8")
+    def merged(*ours):
+        monkeypatch.setattr(shared_buffers, "_options", options.Options(*ours))
+        return shared_buffers.options_for(Config())
+
+    assert merged() == options.Options(1.5)
+    assert merged(1.5, True, "fp8") == options.Options(1.5, True, "fp8")
     with pytest.raises(ValueError, match=f"{FACTOR} is 2.0 for the dispatcher and 1.5 in Megatron's config"):
-        options.merged(options.Options(2.0), Config())
+        merged(2.0)
     Config.moe_dispatch_fwd_dtype = "mxfp8"
     with pytest.raises(ValueError, match="moe_dispatch_fwd_dtype is 'mxfp8', must be 'fp8'"):
-        options.merged(options.Options(), Config())
+        merged()
