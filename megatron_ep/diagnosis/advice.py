@@ -109,8 +109,8 @@ def _core(version: str, torch: str) -> str | None:
     if not oldest <= _numbers(version) < before:
         bounds = f"{'.'.join(map(str, oldest))} or later, before {'.'.join(map(str, before))}"
         return f"{version} is not supported: {bounds}"
-    own = (f"{sys.version_info[0]}.{sys.version_info[1]}", torch.partition("+")[0], version)
-    if torch == NONE or own in TRIED:
+    own = (f"{sys.version_info[0]}.{sys.version_info[1]}", torch.partition("+")[0])
+    if torch == NONE or version in TRIED.get(own, ()):
         return None
     return f"{version} has not been tested with torch {own[1]} on Python {own[0]}: try `megatron-ep check`"
 

@@ -32,7 +32,7 @@ def torch(monkeypatch: pytest.MonkeyPatch):
 
     of("13.0")
     monkeypatch.setattr(cuda_version, "_is_installed", lambda name: False)
-    monkeypatch.setattr(advice, "TRIED", [(PYTHON, "2.13.0", "0.16.1")])
+    monkeypatch.setattr(advice, "TRIED", {(PYTHON, "2.13.0"): ["0.16.1"]})
     return of
 
 

@@ -19,23 +19,20 @@ SPEC.loader.exec_module(versions)
 
 def test_the_table_is_what_has_run() -> None:
     text = versions.TRIED.read_text()
-    assert versions.written(text, versions.read(text)) == text
+    (python, torch), [core, *_] = next(iter(versions.read(text).items()))
+    assert versions.added(text, python, torch, core) == text
     page = versions.TABLE.read_text()
     assert versions.table(versions.read(text)) in page
     assert versions.with_table(page, versions.read(text)) == page
 
 
 def test_a_new_one_is_added_in_order() -> None:
-    text = 'TRIED = [\n    ("3.11", "2.13.0", "0.16.1"),\n]\n'
-    triples = [
-        *versions.read(text),
-        ("3.11", "2.9.0", "0.16.1"),
-        ("3.11", "2.13.0", "0.16.1"),
-        ("3.11", "2.13.0", "0.18.2"),
-    ]
-    added = versions.read(versions.written(text, triples))
-    assert added == [("3.11", "2.9.0", "0.16.1"), ("3.11", "2.13.0", "0.16.1"), ("3.11", "2.13.0", "0.18.2")]
-    assert "| 3.11 | 2.9.0 | 0.16.1 |\n| 3.11 | 2.13.0 | 0.16.1, 0.18.2 |\n" in versions.table(added)
+    text = 'TRIED = {\n    ("3.11", "2.13.0"): ["0.18.2"],\n}\n'
+    for torch in ("2.9.0", "2.13.0", "2.13.0"):
+        text = versions.added(text, "3.11", torch, "0.16.1")
+    tried = versions.read(text)
+    assert list(tried.items()) == [(("3.11", "2.9.0"), ["0.16.1"]), (("3.11", "2.13.0"), ["0.16.1", "0.18.2"])]
+    assert "| 3.11 | 2.9.0 | 0.16.1 |\n| 3.11 | 2.13.0 | 0.16.1, 0.18.2 |\n" in versions.table(tried)
 
 
 def test_a_tree_has_its_own_number(tmp_path: Path) -> None:
@@ -44,9 +41,8 @@ def test_a_tree_has_its_own_number(tmp_path: Path) -> None:
     info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = ''\n")
     assert versions.name_of(str(tmp_path / "main")) == "0.20.1 (main)"
     assert versions.name_of("0.19.2") == "0.19.2"
-    assert "| 3.12 | 2.9.1 | 0.19.2, 0.20.1 (main) |" in versions.table(
-        [("3.12", "2.9.1", "0.20.1 (main)"), ("3.12", "2.9.1", "0.19.2")]
-    )
+    text = versions.added('TRIED = {("3.12", "2.9.1"): ["0.20.1 (main)"]}', "3.12", "2.9.1", "0.19.2")
+    assert "| 3.12 | 2.9.1 | 0.19.2, 0.20.1 (main) |" in versions.table(versions.read(text))
 
 
 def distribution(folder: Path, name: str, version: str, metadata: str = "") -> Path:

@@ -15,14 +15,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRIED = ROOT / "megatron_ep/diagnosis/tried_versions.py"
 TABLE = ROOT / "docs/versions.md"
 
-Triple = tuple[str, str, str]
+Tried = dict[tuple[str, str], list[str]]  # Megatron-Core by Python and torch
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -70,32 +69,34 @@ def name_of(core: str) -> str:
     return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']} ({Path(core).resolve().name})"
 
 
-def read(text: str) -> list[Triple]:
+def read(text: str) -> Tried:
     return ast.literal_eval(text.partition("TRIED = ")[2])
 
 
-def written(text: str, triples: Iterable[Triple]) -> str:
-    """The module with these instead."""
-    rows = "".join(f'    ("{python}", "{torch}", "{core}"),\n' for python, torch, core in by_number(triples))
-    return f"{text.partition('TRIED = ')[0]}TRIED = [\n{rows}]\n"
+def added(text: str, python: str, torch: str, core: str) -> str:
+    """The module with this one, too, in the order of their numbers."""
+    tried = read(text)
+    tried[python, torch] = sorted({*tried.get((python, torch), ()), core}, key=numbers)
+    rows = ""
+    for python, torch in sorted(tried, key=lambda pair: [*map(numbers, pair)]):
+        cores = ", ".join(f'"{core}"' for core in tried[python, torch])
+        rows += f'    ("{python}", "{torch}"): [{cores}],\n'
+    return f"{text.partition('TRIED = ')[0]}TRIED = {{\n{rows}}}\n"
 
 
-def by_number(triples: Iterable[Triple]) -> list[Triple]:
-    return sorted(set(triples), key=lambda triple: [[int(n) for n in re.findall(r"\d+", word)] for word in triple])
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def table(triples: Iterable[Triple]) -> str:
+def table(tried: Tried) -> str:
     """A row for each Python and torch."""
-    cores: dict[tuple[str, str], list[str]] = {}
-    for python, torch, core in by_number(triples):
-        cores.setdefault((python, torch), []).append(core)
-    rows = "".join(f"| {python} | {torch} | {', '.join(of)} |\n" for (python, torch), of in cores.items())
+    rows = "".join(f"| {python} | {torch} | {', '.join(cores)} |\n" for (python, torch), cores in tried.items())
     return f"| Python | torch | Megatron-Core |\n|---|---|---|\n{rows}"
 
 
-def with_table(page: str, triples: Iterable[Triple]) -> str:
+def with_table(page: str, tried: Tried) -> str:
     """The page with that table instead of its own."""
-    return re.sub(r"\| Python \| torch \|[^\n]*\n(\|[^\n]*\n)+", lambda _: table(triples), page)
+    return re.sub(r"\| Python \| torch \|[^\n]*\n(\|[^\n]*\n)+", lambda _: table(tried), page)
 
 
 def main(interpreter: str, torch: str, *cores: str) -> int:
@@ -115,7 +116,7 @@ def main(interpreter: str, torch: str, *cores: str) -> int:
             if problem:
                 failures.append(core)
                 continue
-            TRIED.write_text(written(TRIED.read_text(), [*read(TRIED.read_text()), (version, torch, name_of(core))]))
+            TRIED.write_text(added(TRIED.read_text(), version, torch, name_of(core)))
             TABLE.write_text(with_table(TABLE.read_text(), read(TRIED.read_text())))
     return 1 if failures else 0
 
