@@ -42,12 +42,14 @@ class Pending:
     def wait(self) -> Any:
         """Returns the call's result. The current stream waits until the GPU has finished the call; the host does
         not."""
-        if self.event is None:
-            return self._result
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self.event)
+        if self.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+        return self.unwaited()
+
+    def unwaited(self) -> Any:
+        """Returns the call's result, which the current stream may use once it waits for `event`."""
         for tensor in _tensors(self._result):
-            tensor.record_stream(stream)
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result
 
 

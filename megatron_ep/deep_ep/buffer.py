@@ -147,11 +147,7 @@ class Buffer(LowLatencyCalls):
             raise ValueError(f"num_experts is {num_experts}, must be a multiple of the {self.group_size} ranks")
         check_ids(topk_idx, num_experts)
         parts, event = run(
-            topk_idx.device,
-            lambda: layout_of(topk_idx, num_experts, self.group_size),
-            topk_idx,
-            previous_event,
-            async_finish,
+            lambda: layout_of(topk_idx, num_experts, self.group_size), (topk_idx,), previous_event, async_finish
         )
         return *parts, event
 
@@ -198,8 +194,8 @@ class Buffer(LowLatencyCalls):
                 for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                     if value is not None:
                         raise ValueError(f"{name} must not be given with a handle")
-                routes, device = require_handle(handle, NormalHandle, MAKER).routes, device_of(x)
-            again, event = run(device, lambda: transfers.dispatch_again(routes, x), x, previous_event, async_finish)
+                routes = require_handle(handle, NormalHandle, MAKER).routes
+            again, event = run(lambda: transfers.dispatch_again(routes, x), (x,), previous_event, async_finish)
             return again.rows, None, None, None, None, event
         with instances.abort_peers_on_error():
             if num_tokens_per_expert is None:
@@ -212,7 +208,7 @@ class Buffer(LowLatencyCalls):
             num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
             buffer, limit = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
 
-        def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
+        def call() -> tuple[transfers.Received, transfers.Routes, torch.Tensor, list[int], torch.Tensor | None]:
             ids = topk_idx
             if ids is None:
                 assert is_token_in_rank is not None
@@ -235,15 +231,11 @@ class Buffer(LowLatencyCalls):
             if tokens is None:
                 tokens = layout_of(ids, num_experts, self.group_size)[3]
             local_ids = None if topk_idx is None else routes.local_ids.to(topk_idx.dtype)
-            return received, NormalHandle(routes, tokens, num_sms // 2), numbers, local_ids
+            return received, routes, tokens, numbers, local_ids
 
-        (received, made, numbers, local_ids), event = run(
-            device_of(x),
-            call,
-            (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert),
-            previous_event,
-            async_finish,
-        )
+        read = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        (received, routes, tokens, numbers, local_ids), event = run(call, read, previous_event, async_finish)
+        made = NormalHandle(routes, tokens, num_sms // 2)
         return received.rows, local_ids, received.weights, numbers, made, event
 
     def combine(
@@ -266,9 +258,8 @@ class Buffer(LowLatencyCalls):
         Returns [T, H], zeros for a token without rows; [T, K] or None; the event for async_finish.
         """
         with self._instances().abort_peers_on_error():
-            routes, device = require_handle(handle, NormalHandle, MAKER).routes, device_of(x)
+            routes = require_handle(handle, NormalHandle, MAKER).routes
         (y, weights), event = run(
-            device,
             lambda: transfers.combine(routes, x, topk_weights, bias, sums_weights=True),
             (x, topk_weights, bias),
             previous_event,

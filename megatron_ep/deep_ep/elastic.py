@@ -195,7 +195,6 @@ class ElasticBuffer(OverInstances):
         tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         instances, is_flat = self._instances(), not do_expand
         with instances.abort_peers_on_error():
-            device = device_of(x)
             if handle is not None:
                 self._check_given(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
                 if cumulative_local_expert_recv_stats is not None:
@@ -208,7 +207,7 @@ class ElasticBuffer(OverInstances):
                 least, most = (0, MAX_ROWS) if has_counts else (1, MAX_ROWS // self.num_ranks)
                 require_int("num_max_tokens_per_rank", tokens, least, most)
                 width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
-                buffer, limit = instances.normal(device, num_experts, num_sms or None, width)
+                buffer, limit = instances.normal(device_of(x), num_experts, num_sms or None, width)
 
         def call() -> tuple[Received, Routes, torch.Tensor | None]:
             wait_for(previous_event_before_epilogue)
@@ -240,13 +239,8 @@ class ElasticBuffer(OverInstances):
                 received = received._replace(scales=_column_major(received.scales))
             return received, routes, ids
 
-        (received, routes, ids), event = run(
-            device,
-            call,
-            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats),
-            previous_event,
-            async_with_compute_stream,
-        )
+        read = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+        (received, routes, ids), event = run(call, read, previous_event, async_with_compute_stream)
         if handle is None:
             assert topk_idx is not None
             handle = EPHandle(
@@ -283,7 +277,6 @@ class ElasticBuffer(OverInstances):
         """
         with self._instances().abort_peers_on_error():
             routes = require_handle(handle, EPHandle, MAKER).of_layout(not handle.do_expand)
-            device = device_of(x)
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
             wait_for(previous_event_before_epilogue)
@@ -291,7 +284,7 @@ class ElasticBuffer(OverInstances):
             return transfers.combine(routes, x, topk_weights, bias, rounds_once=rounds_once)
 
         read = (x, topk_weights, bias)
-        (y, weights), event = run(device, call, read, previous_event, async_with_compute_stream)
+        (y, weights), event = run(call, read, previous_event, async_with_compute_stream)
         return y, weights, event
 
     @staticmethod

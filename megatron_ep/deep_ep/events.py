@@ -6,28 +6,27 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from megatron_ep.overlap import communication_stream
+from megatron_ep import overlap
 
 Result = TypeVar("Result")
 
 
 class EventHandle:
-    """An event after all work on the current stream at its construction; empty on a machine without a GPU."""
+    """An event after all work on the current stream at its construction; empty on a machine without a GPU.
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+    recorded: torch's event, if there is one already.
+    """
+
+    def __init__(self, recorded: torch.cuda.Event | None = None) -> None:
+        if recorded is None and torch.cuda.is_available():
+            recorded = torch.cuda.current_stream().record_event()
+        self.recorded = recorded
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for the event; the host does not wait."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-
-    def keep_back(self, stream: torch.cuda.Stream) -> None:
-        """Makes another stream wait for the event."""
-        if self._event is not None:
-            stream.wait_event(self._event)
+        if self.recorded is not None:
+            torch.cuda.current_stream().wait_event(self.recorded)
 
 
 class EventOverlap:
@@ -87,32 +86,19 @@ def _handle_of(event: Event) -> EventHandle | None:
 
 
 def run(
-    device: torch.device,
-    call: Callable[[], Result],
-    read: Any,
-    previous_event: Event = None,
-    is_async: bool = False,
+    call: Callable[[], Result], read: tuple[Any, ...], previous_event: Event = None, is_async: bool = False
 ) -> tuple[Result, EventOverlap]:
     """Runs call() on the current stream, or on the communication stream if it is asynchronous.
 
-    read: what it reads. Tensors in it, and those in the result, which the current stream will use, may be in tuples.
+    read: the arguments that it reads, x among them. The current stream will use the result, which may be a tuple.
     previous_event: event that it waits for. None: all work on the current stream so far.
     """
-    if device.type == "cpu":
-        return call(), EventOverlap(EventHandle() if is_async else None)
     if not is_async:
         wait_for(previous_event)
         return call(), EventOverlap()
-    current, stream = torch.cuda.current_stream(device), communication_stream(device)
-    (_handle_of(previous_event) or EventHandle()).keep_back(stream)
-    with torch.cuda.stream(stream):
-        result = call()
-        after = EventHandle()
-    for tensors, other in ((read, stream), (result, current)):
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                tensor.record_stream(other)
-    return result, EventOverlap(after)
+    before = _handle_of(previous_event)
+    pending = overlap.start(lambda *_: call(), *read, previous_event=before.recorded if before else None)
+    return pending.unwaited(), EventOverlap(EventHandle(pending.event))
 
 
 def refuse(name: str, value: Any, instead: str) -> None:

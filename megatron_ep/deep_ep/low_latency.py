@@ -88,7 +88,7 @@ class LowLatencyCalls(OverInstances):
             settings = {"fp8": "ue8m0" if use_ue8m0 else "pow2" if round_scale else "fp32", "scale_layout": "column"}
         stats = cumulative_local_expert_recv_stats
 
-        def call() -> tuple[Any, Hook | None, list[torch.Tensor | None]]:
+        def call() -> tuple[Any, Hook | None, torch.Tensor]:
             with torch.no_grad():
                 result = low_latency.dispatch(
                     x,
@@ -100,7 +100,7 @@ class LowLatencyCalls(OverInstances):
                     **settings,
                 )
             received, receive = result if return_recv_hook else (result, None)
-            used = [received.x, received.scales, received.handle.layouts[0]]
+            layout = received.handle.layouts[0]
 
             def count() -> None:
                 if stats is not None:
@@ -108,11 +108,11 @@ class LowLatencyCalls(OverInstances):
 
             if receive is None:
                 count()
-                return received, None, used
-            return received, _on_stream_of_now(x.device, receive, count), used
+                return received, None, layout
+            return received, _on_stream_of_now(x.device, receive, count), layout
 
         read = (x, topk_idx, stats, dispatch_wait_recv_cost_stats)
-        (received, hook, _), event = run(x.device, call, read, is_async=async_finish)
+        (received, hook, _), event = run(call, read, is_async=async_finish)
         handle = LowLatencyTuple(low_latency, received.handle, topk_idx, most, x.shape[1])
         rows: Rows = (received.x, received.scales) if use_fp8 else received.x
         return rows, received.recv_counts, handle, event, hook
@@ -169,7 +169,7 @@ class LowLatencyCalls(OverInstances):
             return result[0], _on_stream_of_now(device, result[1])
 
         read = (rows, weights, out, combine_wait_recv_cost_stats, handle.handle.layouts[0])
-        (y, hook), event = run(device, call, read, is_async=async_finish)
+        (y, hook), event = run(call, read, is_async=async_finish)
         return y, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyTuple) -> torch.Tensor:
