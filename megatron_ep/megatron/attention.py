@@ -64,17 +64,14 @@ class VarlenAttention(torch.nn.Module):
         super().__init__()
         if attn_mask_type is not None and "causal" not in attn_mask_type.name:
             raise ValueError(f"attn_mask_type is {attn_mask_type.name}, must be causal")
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"context_parallel_size is {config.context_parallel_size}, must be 1 for attention on the rank itself"
-            )
-        if config.attention_dropout:
-            raise ValueError(f"attention_dropout is {config.attention_dropout}, must be 0 with packed sequences here")
-        if getattr(config, "window_size", None) is not None:
-            raise ValueError(f"window_size is {config.window_size}, must be None: attention is over all earlier tokens")
-        softmax = getattr(config, "softmax_type", "vanilla")
-        if softmax != "vanilla":
-            raise ValueError(f"softmax_type is {softmax!r}, must be 'vanilla'")
+        for name, allowed, why in (
+            ("context_parallel_size", 1, "for attention on the rank itself"),
+            ("attention_dropout", 0, "with packed sequences here"),
+            ("window_size", None, "because attention is over all earlier tokens"),
+            ("softmax_type", "vanilla", "for attention in torch"),
+        ):
+            if (value := getattr(config, name, allowed)) != allowed:
+                raise ValueError(f"{name} is {value!r}, must be {allowed!r} {why}")
         self.scale = softmax_scale
 
     def forward(
@@ -205,10 +202,6 @@ def _dispatched_te(kind: type) -> type:
     return DispatchedTEDotProductAttention
 
 
-def _is_te(kind: Any) -> bool:
-    return te.HAVE_TE and isinstance(kind, type) and issubclass(kind, te.TEDotProductAttention)
-
-
 def _module_of(core_attention: Any) -> Any:
     return get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
 
@@ -230,7 +223,7 @@ def sequence_spec(spec: Spec) -> Spec:
 
     Raises ValueError if there is no self-attention in the spec.
     """
-    return _with_self_attention(spec, _with_dispatched_attention)
+    return _with_core_attention(spec, _dispatched)
 
 
 def varlen_spec(spec: Spec) -> Spec:
@@ -238,11 +231,11 @@ def varlen_spec(spec: Spec) -> Spec:
 
     Raises ValueError as `sequence_spec` does.
     """
-    return _with_self_attention(spec, _with_varlen_attention)
+    return _with_core_attention(spec, lambda _: ModuleSpec(module=VarlenAttention))
 
 
-def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
-    changed = replaced(spec, replace)
+def _with_core_attention(spec: Spec, core_of: Callable[[Any], Any]) -> Spec:
+    changed = replaced(spec, functools.partial(_self_attention, core_of))
     if changed is spec:
         raise ValueError(f"spec: no self-attention in this {type(spec).__name__}")
     return changed
@@ -277,31 +270,27 @@ def _initializer(original: Callable[..., None]) -> Callable[..., None]:
     def initialize(
         layer: torch.nn.Module, config: TransformerConfig, submodules: Any, *args: Any, **options: Any
     ) -> None:
-        original(layer, config, _with_dispatched_attention(submodules) or submodules, *args, **options)
+        original(layer, config, _self_attention(_dispatched, submodules) or submodules, *args, **options)
 
     return initialize
 
 
-def _with_dispatched_attention(node: Any) -> Any:
-    """Returns the submodules of a self-attention with balanced core attention; None for anything else."""
+def _self_attention(core_of: Callable[[Any], Any], node: Any) -> Any:
+    """Returns the submodules of a self-attention with another core attention; None for anything else."""
     if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
         return None
-    core_attention = node.core_attention
+    return dataclasses.replace(node, core_attention=core_of(node.core_attention))
+
+
+def _dispatched(core_attention: Any) -> Any:
+    """Returns a core attention that is balanced over ranks."""
     kind = _module_of(core_attention)
     if isinstance(kind, type) and issubclass(kind, _Dispatched):
-        return dataclasses.replace(node)  # it is balanced already
-    if _is_te(kind):
+        return core_attention
+    if te.HAVE_TE and isinstance(kind, type) and issubclass(kind, te.TEDotProductAttention):
         params = core_attention.params if isinstance(core_attention, ModuleSpec) else {}
-        ours = ModuleSpec(module=_dispatched_te(kind), params=params)
-    else:
-        ours = ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
-    return dataclasses.replace(node, core_attention=ours)
-
-
-def _with_varlen_attention(node: Any) -> Any:
-    if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
-        return None
-    return dataclasses.replace(node, core_attention=ModuleSpec(module=VarlenAttention))
+        return ModuleSpec(module=_dispatched_te(kind), params=params)
+    return ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
 
 
 def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:

@@ -17,7 +17,6 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -358,12 +357,7 @@ def test_a_mistake_in_a_later_layer_ends_the_waits_of_the_others(four_ranks):
 
 def with_te(spec, kind):
     """The spec with Megatron's wrapper of Transformer Engine's attention."""
-
-    def replace(node):
-        is_attention = isinstance(node, SelfAttentionSubmodules)
-        return dataclasses.replace(node, core_attention=kind) if is_attention else None
-
-    return attention._with_self_attention(spec, replace)
+    return attention._with_core_attention(spec, lambda _: kind)
 
 
 def run_te_attention(lengths):
