@@ -139,15 +139,11 @@ def comm_seconds() -> float:
     return _closed_seconds + sum(rank_group_of(buffer).seconds for buffer in _buffers.values())
 
 
-def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
-    """Returns the nanoseconds that this rank waited for each rank of a group in its open buffers, int64 [ranks] on the
-    CPU, see `Buffer.statistics`; None before its first buffer is created. group None: any that contains all ranks."""
-    size = dist.get_world_size(group)
-    counts = [
-        buffer.statistics()["wait_ns"][0]
-        for (own, *_), buffer in _buffers.items()
-        if own is group or (group is None and dist.get_world_size(own) == size)
-    ]
+def wait_ns() -> torch.Tensor | None:
+    """Returns the nanoseconds that this rank waited for each rank in open buffers of all ranks, int64 [ranks] on the
+    CPU, see `Buffer.statistics`; None before the first is created."""
+    buffers = [buffer for buffer in _buffers.values() if buffer.topology.world_size == dist.get_world_size()]
+    counts = [buffer.statistics()["wait_ns"][0] for buffer in buffers]
     return torch.stack(counts).sum(dim=0) if counts else None
 
 

@@ -1,4 +1,4 @@
-"""The output of a run: a progress line and loss.csv. Only rank 0 writes it."""
+"""The output of a run: lines about its steps, and loss.csv. Only rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_ep.training.data import Corpus
 from megatron_ep.training.recipe import Recipe
@@ -35,10 +32,6 @@ class Row:
     seconds: float
     memory_gib: float
 
-    @property
-    def text(self) -> str:
-        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s  {self.memory_gib:.1f} GiB"
-
 
 class TrainLog:
     """The log of a run, a context manager around its steps. Call `write` after each step, and `finish` at the end.
@@ -51,45 +44,33 @@ class TrainLog:
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._recipe, self._corpus = out, recipe, corpus
         self._rows = [row for row in _read(out / "loss.csv") if row.step <= first_step] if first_step else []
-        self._console = Console(highlight=False, soft_wrap=True)
         self._file = open(out / "loss.csv", "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
         self._csv = csv.DictWriter(self._file, [field.name for field in fields(Row)])
         self._csv.writeheader()
         self._csv.writerows(asdict(row) for row in self._rows)
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        total = recipe.train.train_iters
-        self._task = self._progress.add_task("", total=total, completed=first_step)
         self._header(parameters, first_step)
 
     def __enter__(self) -> TrainLog:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
         with contextlib.suppress(OSError):  # `write` has raised it already
             self._file.close()
 
     def write(self, row: Row, slowest: Callable[[], str]) -> None:
-        """Writes a step to the file, the progress line and, every log_interval steps, the screen. slowest: returns a
-        text about the peer that this rank waited for longest, for the screen."""
+        """Writes a step to the file and, every log_interval steps, the screen. slowest: returns a text about the peer
+        that this rank waited for longest, for the screen."""
         self._rows.append(row)
         try:
             self._csv.writerow(asdict(row))
             self._file.flush()
         except OSError as error:  # errors of writes have no path
             raise OSError(error.errno, error.strerror, str(self._out / "loss.csv")) from None
-        self._progress.update(self._task, completed=row.step, description=row.text)
         if row.step % self._recipe.logger.log_interval == 0:
-            self._console.print(
-                f"step {row.step}/{self._recipe.train.train_iters}  {row.text}  lr {row.lr:.2e}{slowest()}"
+            print(
+                f"step {row.step}/{self._recipe.train.train_iters}  loss {row.loss:.4f}  {row.tokens_per_second:,.0f} "
+                f"tokens/s  {row.memory_gib:.1f} GiB  lr {row.lr:.2e}{slowest()}",
+                flush=True,
             )
 
     def finish(self) -> None:
@@ -97,7 +78,7 @@ class TrainLog:
         last = self._rows[-LAST:]
         loss = statistics.fmean(row.loss for row in last)
         speed = statistics.median(row.tokens_per_second for row in self._rows)
-        self._console.print(
+        print(
             f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
             f"nats a token\n{speed:,.0f} tokens/s (median)\nwrote {self._out / 'loss.csv'}"
         )
@@ -106,13 +87,14 @@ class TrainLog:
         recipe, model, corpus = self._recipe, self._recipe.model, self._corpus
         nodes, ranks = recipe.topology.nodes, recipe.topology.ranks_per_node
         tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
-        self._console.print(
+        print(
             f"{nodes} x {ranks} ranks on {recipe.train.device}, dispatcher {recipe.dispatcher.type}\n"
             f"model: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_moe_experts} experts, "
             f"top-{model.moe_router_topk}, {parameters:,} parameters\n"
             f"corpus: {corpus.name}, {corpus.documents} documents, {len(corpus.tokens):,} tokens, "
             f"unigram entropy {corpus.unigram_entropy:.4f} nats a token\n"
-            f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else "")
+            f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else ""),
+            flush=True,
         )
 
 

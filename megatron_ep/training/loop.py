@@ -7,7 +7,6 @@ import datetime
 import resource
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +103,8 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
             loss, grad_norm = _train_step(recipe, model, optimizer, scheduler, samples, step)
             seconds = time.perf_counter() - began
             if dist.get_rank() == 0:
+                on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                peak = on_host if recipe.train.device == "cpu" else torch.cuda.max_memory_allocated()
                 log.write(
                     Row(
                         step=step + 1,
@@ -112,7 +113,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         lr=lr,
                         grad_norm=grad_norm,
                         seconds=seconds,
-                        memory_gib=_max_memory(recipe.train.device) / 2**30,
+                        memory_gib=peak / 2**30,
                     ),
                     slowest,
                 )
@@ -137,7 +138,10 @@ def _train_step(
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=_batches(samples, step, num_microbatches, train.device),
+        data_iterator=(
+            {name: part.to(train.device) for name, part in samples.batch(step, microbatch).items()}
+            for microbatch in range(num_microbatches)
+        ),
         model=model,
         num_microbatches=num_microbatches,
         seq_length=recipe.dataset.seq_length,
@@ -147,7 +151,9 @@ def _train_step(
     routing_trace.end_step(step + 1)
     _, grad_norm, _ = optimizer.step()
     scheduler.step(increment=1)
-    return _mean(torch.stack(losses)), float(grad_norm)
+    total = torch.stack(losses).double().mean().cpu()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size(), float(grad_norm)
 
 
 class _SlowestPeer:
@@ -167,11 +173,6 @@ class _SlowestPeer:
             return ""
         rank = int(waits.argmax())
         return f"  {waits[rank] / waits.sum():.0%} of this rank's waiting was for rank {rank}"
-
-
-def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[dict[str, torch.Tensor]]:
-    for microbatch in range(count):
-        yield {name: part.to(device) for name, part in samples.batch(step, microbatch).items()}
 
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -194,20 +195,6 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
         return loss, loss.detach().clone()  # the schedule divides it by the number of microbatches
 
     return losses, reduce
-
-
-def _max_memory(device: str) -> int:
-    """Returns the peak memory in bytes, see `log.Row`."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _mean(losses: torch.Tensor) -> float:
-    """Returns the mean over microbatches and ranks."""
-    total = losses.double().mean().cpu()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 def _count_parameters(model: torch.nn.Module) -> int:

@@ -25,8 +25,10 @@ def row(step, **figures):
     return train_log.Row(step=step, **{**given, "seconds": 2.0, "memory_gib": 1.5, **figures})
 
 
-def test_the_line_has_a_runs_figures():
-    assert row(1).text == "loss 5.5000  9 tokens/s  1.5 GiB"
+def test_the_line_has_a_runs_figures(tmp_path, capsys):
+    with train_log.TrainLog(tmp_path, recipe.load(TINY, ["logger.log_interval=1"]), Corpus, 10, 0) as log:
+        log.write(row(1), lambda: "  more")
+    assert "  loss 5.5000  9 tokens/s  1.5 GiB  lr 1.00e-03  more\n" in capsys.readouterr().out
 
 
 def test_the_slowest_peer_is_that_since_the_last_time(monkeypatch):
