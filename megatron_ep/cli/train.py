@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise ValueError(f"needs {module}: pip install 'megatron_ep[megatron,train]'")
     from megatron_ep.meeting import job
-    from megatron_ep.training import launcher, recipe, script_launch, script_recipe
+    from megatron_ep.training import launcher, recipe, script_flags, script_recipe
 
     is_rank = job.adopt()
     overrides = list(options.overrides)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("data", "out", "resume"):
             if getattr(options, name):
                 raise ValueError(f"--{name}: of small recipes; this one has dataset.data_path, checkpoint.save, load")
-        script_launch.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
+        script_flags.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
     if options.data is not None:
         overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
     loaded = recipe.load(options.recipe, overrides)

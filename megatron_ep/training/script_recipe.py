@@ -1,7 +1,7 @@
 """Recipes of real models, with a section `parallel`, which Megatron-LM's pretrain_gpt.py trains.
 
 Layout, precision and architecture have Megatron's names. `script_flags` converts a recipe to flags of the script, and
-`script_launch` runs it through `megatron_ep.pretrain`. Unknown keys are errors, as in the small recipes.
+runs it through `megatron_ep.pretrain`. Unknown keys are errors, as in the small recipes.
 """
 
 from __future__ import annotations

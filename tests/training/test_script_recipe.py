@@ -22,7 +22,7 @@ from training_runs import LAUNCHERS
 from megatron_ep import pretrain
 from megatron_ep.cli import main as cli
 from megatron_ep.megatron import flags
-from megatron_ep.training import script_flags, script_launch, script_recipe
+from megatron_ep.training import script_flags, script_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*.yaml")) if script_recipe.is_script_recipe(path)]
@@ -224,7 +224,7 @@ def test_train_refuses(tmp_path, monkeypatch, capsys, arguments, variables, word
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(script_launch.os, "execve", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(script_flags.os, "execve", lambda *_: pytest.fail("started"))
     assert cli.main(["train", str(SLICE), *arguments]) == 2
     assert words in capsys.readouterr().err
 
