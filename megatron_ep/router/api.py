@@ -123,7 +123,9 @@ def grouped_topk(
         _check_tensor("padding_mask", padding_mask, torch.bool, (num_tokens,), logits.device)
     if replay_ids is not None:
         _check_tensor("replay_ids", replay_ids, torch.int64, (num_tokens, k), logits.device)
-        _check_replay_ids(replay_ids, num_experts)
+        if not replay_ids.is_cuda and ((replay_ids < -1) | (replay_ids >= num_experts)).any():
+            wrong = f"from {replay_ids.min()} to {replay_ids.max()}"
+            raise ValueError(f"replay_ids has ids {wrong}, must be in [-1, {num_experts})")
     config = _make_config(
         num_experts,
         k,
@@ -152,34 +154,23 @@ class _GroupedTopk(Function):
         logits = logits.resolve_neg().contiguous()
         bias, padding, replay_ids = map(_in_memory, (bias, padding, replay_ids))
         shape, real = logits.shape, torch.promote_types(logits.dtype, torch.float32)
-        ids = logits.new_empty(shape[0], config.topk, dtype=torch.int64)
-        weights = logits.new_empty(shape[0], config.topk, dtype=real)
-        tokens_per_expert = logits.new_empty(shape[1], dtype=torch.int64)
-        probs = _new_like(logits) if dense else None
-        routing_map = _new_like(logits, torch.bool) if dense else None
-        aux_scores = _new_like(logits, real) if aux else None
-        aux_map = _new_like(logits, torch.bool) if aux else None
-        tensors = {
-            "tokens": shape[0],
-            "dtype": LOGIT_DTYPES[logits.dtype],
-            "logits": logits,
-            "bias": bias,
-            "padding": padding,
-            "replay_ids": replay_ids,
-            "ids": ids,
-            "weights": weights,
-            "tokens_per_expert": tokens_per_expert,
-            "probs": probs,
-            "routing_map": routing_map,
-            "aux_scores": aux_scores,
-            "aux_map": aux_map,
-        }
-        _run("router_forward", logits.device, config, tensors)
-        ctx.save_for_backward(logits, padding, ids if replay_ids is None else replay_ids)
+        routing = Routing(
+            ids=logits.new_empty(shape[0], config.topk, dtype=torch.int64),
+            weights=logits.new_empty(shape[0], config.topk, dtype=real),
+            tokens_per_expert=logits.new_empty(shape[1], dtype=torch.int64),
+            probs=_new_like(logits) if dense else None,
+            routing_map=_new_like(logits, torch.bool) if dense else None,
+            aux_scores=_new_like(logits, real) if aux else None,
+            aux_map=_new_like(logits, torch.bool) if aux else None,
+        )
+        given = {"logits": logits, "bias": bias, "padding": padding, "replay_ids": replay_ids}
+        _run("router_forward", logits, config, given | routing._asdict())
+        ctx.save_for_backward(logits, padding, routing.ids if replay_ids is None else replay_ids)
         ctx.config, ctx.is_replayed = config, replay_ids is not None
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in (ids, tokens_per_expert, routing_map, aux_map) if t is not None))
-        return ids, weights, tokens_per_expert, probs, routing_map, aux_scores, aux_map
+        counted = (routing.ids, routing.tokens_per_expert, routing.routing_map, routing.aux_map)
+        ctx.mark_non_differentiable(*(tensor for tensor in counted if tensor is not None))
+        return tuple(routing)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -192,8 +183,6 @@ class _GroupedTopk(Function):
         logits, padding, ids = ctx.saved_tensors
         grad_logits = _new_like(logits)
         tensors = {
-            "tokens": logits.shape[0],
-            "dtype": LOGIT_DTYPES[logits.dtype],
             "logits": logits,
             "padding": padding,
             "ids": ids,
@@ -203,7 +192,7 @@ class _GroupedTopk(Function):
             "grad_aux_scores": grad_aux_scores,
             "grad_logits": grad_logits,
         }
-        _run("router_backward", logits.device, ctx.config, tensors)
+        _run("router_backward", logits, ctx.config, tensors)
         return grad_logits, *nothing
 
 
@@ -218,11 +207,12 @@ def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
-def _run(function: str, device: torch.device, config: _C.RouterConfig, tensors: dict[str, Any]) -> None:
-    if device.type == "cpu":
+def _run(function: str, logits: torch.Tensor, config: _C.RouterConfig, tensors: dict[str, Any]) -> None:
+    tensors |= {"tokens": logits.shape[0], "dtype": LOGIT_DTYPES[logits.dtype]}
+    if not logits.is_cuda:
         getattr(_C, f"{function}_host")(config, tensors, torch.get_num_threads())
         return
-    with torch.cuda.device(device):
+    with torch.cuda.device(logits.device):
         getattr(_C, f"{function}_cuda")(config, tensors, torch.cuda.current_stream().cuda_stream)
 
 
@@ -323,8 +313,3 @@ def _check_tensor(
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, must be {dtype} {shape} on {device}"
         )
-
-
-def _check_replay_ids(ids: torch.Tensor, num_experts: int) -> None:
-    if ids.device.type == "cpu" and ((ids < -1) | (ids >= num_experts)).any():
-        raise ValueError(f"replay_ids has ids from {ids.min()} to {ids.max()}, must be in [-1, {num_experts})")
