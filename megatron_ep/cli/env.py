@@ -215,15 +215,12 @@ def _facts(report: env.Report, sections: Mapping[str, Sequence[str]], variables:
             if name == "python":
                 value = str(value).split()[0]  # without the interpreter's place
             elif name == "gpus":
-                value = _counted([re.sub(r"^\d+, ", "", gpu) for gpu in value])
+                alike = itertools.groupby(re.sub(r"^\d+, ", "", gpu) for gpu in value)
+                value = "\n".join(f"{len(list(gpus))} x {gpu}" for gpu, gpus in alike)
             for key, part in value.items() if isinstance(value, dict) else [("", value)]:
                 facts[" ".join(filter(None, (name, key)))] = env.text(part)
     environment = report["environment"]
     return facts | {f"${name}": value for name, value in environment.items() if name.startswith(variables)}
-
-
-def _counted(items: list[str]) -> str:
-    return "\n".join(f"{len(list(group))} x {item}" for item, group in itertools.groupby(items))
 
 
 def _one_line(value: str) -> str:

@@ -32,11 +32,7 @@ def make_plan(
     Raises ValueError for what `megatron_ep.Buffer` and `dispatch` would refuse.
     """
     config.check_ranks(topology)
-    if topology.ranks_per_node > MAX_NODE_RANKS:
-        raise ValueError(
-            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {MAX_NODE_RANKS}, as many as the "
-            "largest NVLink domain has"
-        )
+    require_int("RANKS (of a node)", topology.ranks_per_node, 1, MAX_NODE_RANKS)
     require_int("hidden", hidden, 1, 1 << 20)
     require_int("topk", topk, 1, MAX_TOPK)
     require_int("max_tokens", num_tokens, 1, 1 << 26)

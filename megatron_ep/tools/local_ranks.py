@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -116,16 +117,8 @@ def _start_fork_server() -> None:
         "PYTHONSAFEPATH": "1",  # keeps the working directory from taking precedence
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning",
     }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
+    with mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:

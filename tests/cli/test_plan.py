@@ -110,7 +110,7 @@ def test_receivers_of_combine_have_room_in_the_smallest_ring(between_nodes, rece
         (["2", "8", "--hidden", "0"], "hidden"),
         (["2", "8", "--topk", "33"], "topk"),
         (["32", "8", "--num-sms", "1", "--channels", "16"], "num_sms"),
-        (["1", "73"], "RANKS (of a node) is 73, must be at most 72"),
+        (["1", "73"], "RANKS (of a node) is 73, must be an int in [1, 72]"),
     ],
 )
 def test_what_a_buffer_would_refuse(arguments, name, capsys):

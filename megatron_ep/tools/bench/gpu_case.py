@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -115,24 +116,13 @@ def cases_of(
 ) -> list[Case]:
     """Returns the cases of one number of tokens and one routing."""
     sizes = (tokens, arguments.hidden, arguments.topk, arguments.experts)
+    network_slots = arguments.network_slots if nodes > 1 else arguments.network_slots[:1]
+    local_passes = [{"on": True, "off": False}.get(choice) for choice in arguments.local_pass]
+    lists = (arguments.num_sms, arguments.channels, arguments.ring_slots, network_slots, local_passes)
+    promises = getattr(arguments, "max_tokens", False)
     return [
-        Case(
-            nodes,
-            ranks_per_node,
-            num_sms,
-            channels,
-            slots,
-            network_slots,
-            *sizes,
-            {"on": True, "off": False}.get(local),
-            routing,
-            getattr(arguments, "max_tokens", False),
-        )
-        for num_sms in arguments.num_sms
-        for channels in arguments.channels
-        for slots in arguments.ring_slots
-        for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
-        for local in arguments.local_pass
+        Case(nodes, ranks_per_node, num_sms, channels, slots, of_network, *sizes, local_pass, routing, promises)
+        for num_sms, channels, slots, of_network, local_pass in itertools.product(*lists)
     ]
 
 

@@ -31,7 +31,7 @@ from megatron_ep.tools.arguments import positive, require_topk
 from megatron_ep.tools.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Record, Report, slowest
-from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, Timer, captured, cuda_timer, host_timer, meet, time_rounds
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, meet, seconds_of
 from megatron_ep.tools.job_ranks import own_gpu
 
 Steps = dict[tuple[str, str], Step]  # steps by phase and implementation
@@ -134,13 +134,13 @@ def _measure(
         for (phase, implementation), step in steps.items():  # separately, so that none uses another's cache
             size = size_of(phase, tokens.distinct_rows, cases[0].hidden)
             ways: dict[str, Callable[[int, int], list[float]]] = {
-                "": partial(_seconds_of, cuda_timer(step)),
-                " (api)": partial(_seconds_of, host_timer(step, before=meet, after=torch.cuda.synchronize)),
+                "": partial(seconds_of, cuda_timer(step)),
+                " (api)": partial(seconds_of, host_timer(step, before=meet, after=torch.cuda.synchronize)),
             }
             if graphs and implementation in IN_GRAPHS:
                 ways[" (graph)"] = partial(_seconds_in_graph, step)
-            for way, seconds_of in ways.items():
-                seconds = seconds_of(warmup, iterations)
+            for way, run_rounds in ways.items():
+                seconds = run_rounds(warmup, iterations)
                 measured.append(Measured(case, phase + way, implementation, seconds, size, settings))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -182,13 +182,8 @@ def size_of(phase: str, rows: int, hidden: int) -> int:
 
 def _seconds_in_graph(step: Step, warmup: int, iterations: int) -> list[float]:
     graph = captured(step)
-    seconds = _seconds_of(cuda_timer(graph.replay, GRAPH_CALLS), warmup, iterations)
+    seconds = seconds_of(cuda_timer(graph.replay, GRAPH_CALLS), warmup, iterations)
     meet()
-    return seconds
-
-
-def _seconds_of(timer: Timer, warmup: int, iterations: int) -> list[float]:
-    [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
     return seconds
 
 

@@ -25,7 +25,7 @@ from megatron_ep.tools.arguments import add_rounds, add_sizes, positive, require
 from megatron_ep.tools.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.report import PERCENTILES, RATE, WHAT, Measured, Report, slowest
-from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, meet, time_rounds
+from megatron_ep.tools.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, meet, seconds_of
 from megatron_ep.tools.job_ranks import own_gpu
 
 COMMAND = "megatron-ep bench low-latency"
@@ -155,7 +155,7 @@ def _measure(
             "graph": cuda_timer(graph.replay, GRAPH_CALLS),
         }
         for name, timer in timers.items():
-            [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
+            seconds = seconds_of(timer, warmup, iterations)
             measured.append(Measured(str(case), phase, name, seconds, moved, asdict(case)))
         meet()
         buffer.synchronize()

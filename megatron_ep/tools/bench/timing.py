@@ -103,3 +103,8 @@ def time_rounds(
             if iteration >= warmup:
                 readings[name].append(reading)
     return {name: [reading() for reading in of_name] for name, of_name in readings.items()}
+
+
+def seconds_of(timer: Timer, warmup: int, iterations: int) -> list[float]:
+    """Returns the seconds [iterations] of a timer that all ranks run, which begin together."""
+    return time_rounds({"": timer}, warmup, iterations, when_warm=meet)[""]

@@ -105,10 +105,6 @@ class Examination:
         """Returns the positions of network card ports that every machine has."""
         return range(min(map(len, self.cards)))
 
-    def cards_at(self, place: int) -> list[str]:
-        """Returns the port of each machine at this position."""
-        return [self.cards[rank][place] for rank in self.first_ranks]
-
     def no_cards(self) -> list[str]:
         """Returns a line for each reason why cards are not examined, if they are asked for or some machine has some."""
         if not any(one.cards for one in self.infos) and self.infos[0].fabric not in choice.BY_CARD:
@@ -181,7 +177,8 @@ class Examination:
 
             listener, listening = self.rendezvous.exchange(listen)
             made, why = tcp.join(self.rank, others, listening, listener, min(self.timeout, tcp.HELLO_S))
-            tried = {other: connection for other, connection in made.items() if self._is_tried(other)}
+            firsts = self.first_ranks if self.rank in self.first_ranks else ()  # one rank of a machine tries it
+            tried = {other: connection for other, connection in made.items() if other in firsts}
             with ThreadPoolExecutor(len(tried) or 1) as pool:
                 arrived = list(pool.map(_arrives, tried.values()))
             for connection in made.values():
@@ -217,9 +214,6 @@ class Examination:
         faults = [fault for fault in self.rendezvous.gather(mine) if fault]
         if faults:
             raise EPError("; ".join(faults))
-
-    def _is_tried(self, other: int) -> bool:
-        return self.rank in self.first_ranks and other in self.first_ranks
 
     def _together(
         self, step: Callable[[], Told | None], kind: type[Told], waits: int = 1

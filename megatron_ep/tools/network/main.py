@@ -91,7 +91,7 @@ def examine_cards(examination: Examination) -> Ways:
     found = {place: examination.examine(None, place) for place in examination.places()}
     rates = [rate for findings in found.values() for rate in report.rates_of(findings).values()]
     for place, findings in found.items():
-        cards = examination.cards_at(place)
+        cards = [examination.cards[rank][place] for rank in examination.first_ranks]
         names = [f"{machine} {card}" for machine, card in zip(examination.machines, cards, strict=True)]
         text, wrong = report.render(names, findings, median(rates) if rates else None)
         ways.lines += _section(f"network cards {', '.join(names)}", text, wrong)
