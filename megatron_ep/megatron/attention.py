@@ -253,11 +253,6 @@ def enable() -> None:
         kind.__init__ = _initializer(original)
 
 
-def is_enabled() -> bool:
-    """Returns whether self-attention built now is balanced over ranks."""
-    return bool(_originals)
-
-
 def disable() -> None:
     """Makes self-attention built from now on Megatron's own again. Idempotent."""
     for kind, original in _originals.items():

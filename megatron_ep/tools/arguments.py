@@ -48,14 +48,6 @@ def require_memory(parser: argparse.ArgumentParser, size: int, what: str) -> Non
         parser.error(f"{what} takes {size / GIB:,.0f} GiB at least, of which this machine has {free / GIB:.0f} free")
 
 
-def shape(text: str) -> tuple[int, int]:
-    """Parses the argument NxG, nodes x ranks per node."""
-    nodes, x, ranks_per_node = text.partition("x")
-    if not x:
-        raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
-    return positive(nodes), positive(ranks_per_node)
-
-
 def add_tokens(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Adds --tokens, with one number or several."""
     default = {"nargs": "+", "default": [4096]} if several else {"default": 4096}

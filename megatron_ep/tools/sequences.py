@@ -13,9 +13,8 @@ from megatron_ep.config import MAX_ROWS, Topology
 from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard
 from megatron_ep.sequences.planner import MAX_BYTES, RowBytes, balance, bytes_between, computed_at_home, cut_evenly
 from megatron_ep.tools.arguments import reason, require_ints
-from megatron_ep.tools.simulate import Machine
+from megatron_ep.tools.simulate import Machine, progress
 from megatron_ep.tools.simulate.predict import machines_in_band
-from megatron_ep.tools.simulate.progress import Progress
 from megatron_ep.tools.simulate.sequences import WAYS, predict_ways, times_of
 
 
@@ -125,7 +124,7 @@ def _print_times(options: argparse.Namespace, plans: dict[str, SequencePlan], ro
     columns = (*WAYS, "there and back", "with gradients")
     print(f"{'attention':16}" + "".join(f"{name:>{max(10, len(name) + 2)}}" for name in columns) + "   waits for")
     for name, plan in plans.items():
-        with Progress(name, len(WAYS) * len(machines)) as on_progress:
+        with progress.shown(name) as on_progress:
             found = [
                 predict_ways(plan, topology, each, row_bytes=row_bytes, num_sms=sms, on_progress=on_progress)
                 for each in machines

@@ -133,8 +133,8 @@ def test_waits_end_before_the_restarter_loses_patience(given, timeout, variable,
     ("options", "shown", "value"),
     [
         (["--inprocess-restart", "--inprocess-soft-timeout", "30"], "shared_buffers._config['timeout']", "22.5"),
-        (["--ep-sequences"], "attention.is_enabled()", "True"),
-        ([], "attention.is_enabled()", "False"),
+        (["--ep-sequences"], "bool(attention._originals)", "True"),
+        ([], "bool(attention._originals)", "False"),
     ],
 )
 def test_what_pretrain_has_set_when_the_script_runs(tmp_path, options, shown, value):

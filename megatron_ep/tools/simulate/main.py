@@ -12,9 +12,8 @@ from typing import Any
 from megatron_ep.buffer import sizes
 from megatron_ep.config import Config, Topology, Tuning, require_int
 from megatron_ep.tools.arguments import default_experts, numbers, require_ints, save
-from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction, predict
+from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction, predict, progress
 from megatron_ep.tools.simulate.predict import machines_in_band
-from megatron_ep.tools.simulate.progress import Progress
 
 # Limit of simulated ranks, because more take minutes. --images overrides it.
 MAX_RANKS = 8
@@ -150,11 +149,10 @@ Found = tuple[Prediction, dict[str, tuple[float, float]]]
 def _predict(case: Case, machine: Machine, with_band: bool) -> Found:
     """Returns the prediction, and the bounds of each phase's time in us."""
     choices = case.choices()
-    machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
-    with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as on_progress:
+    with progress.shown(f"{case.topology.nodes} x {case.topology.ranks_per_node}") as on_progress:
         prediction = predict(case, machine, on_progress=on_progress, choices=choices)
         times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
-        for other in machines:
+        for other in machines_in_band(machine) if with_band and case.uses_network else ():
             for name, phase in all_phases(predict(case, other, on_progress=on_progress, choices=choices)).items():
                 times[name].append(phase.us)
     return prediction, {name: (min(values), max(values)) for name, values in times.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 from rich import progress
 from rich.console import Console
@@ -10,25 +12,9 @@ from rich.console import Console
 from megatron_ep.tools.simulate.predict import OnProgress
 
 
-class Progress:
-    """A progress bar, a context manager. phases: number of phases that are simulated, without notify."""
-
-    def __init__(self, title: str, phases: int) -> None:
-        self._bar = progress.Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task(title, total=float(phases))
-        self._done, self._last = 0.0, ("", 0.0)
-
-    def __enter__(self) -> OnProgress:
-        self._bar.start()
-        return self._on_progress
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _on_progress(self, phase: str, part: float) -> None:
-        if phase == "notify":
-            return
-        if self._last[0] and (phase != self._last[0] or part < self._last[1]):
-            self._done += 1
-        self._last = (phase, part)
-        self._bar.update(self._task, completed=self._done + part)
+@contextlib.contextmanager
+def shown(title: str) -> Iterator[OnProgress]:
+    """Shows how far each phase has come, one after the other."""
+    with progress.Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda phase, part: bar.update(task, description=f"{title}, {phase}", completed=part)
