@@ -60,8 +60,8 @@ def initialize(
     base: Callable[..., None],
     config: TransformerConfig,
     submodules: MoESubmodules | None,
-    layer_number: int | None,
-    pg_collection: ProcessGroupCollection | None,
+    layer_number: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
     **options: Any,
 ) -> None:
     """Runs Megatron's own constructor of a MoE layer, then replaces its dispatcher with `EPTokenDispatcher`.

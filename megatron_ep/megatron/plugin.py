@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,20 +43,14 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
 
     @functools.wraps(original)
     def with_ep_dispatcher(
-        layer: MoELayer,
-        config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **options: Any,
+        layer: MoELayer, config: TransformerConfig, submodules: MoESubmodules | None = None, *args: Any, **options: Any
     ) -> None:
-        base = functools.partial(original, layer)
         if router is not None and submodules is not None and submodules.router is TopKRouter:
             submodules = dataclasses.replace(submodules, router=router)
-        if isinstance(layer, EPMoELayer):  # a layer of a spec creates its own EPTokenDispatcher
-            base(config, submodules, layer_number, pg_collection, **options)
-            return
-        initialize(layer, base, config, submodules, layer_number, pg_collection, **options)
+        build = functools.partial(original, layer)
+        if not isinstance(layer, EPMoELayer):  # a layer of a spec creates its own EPTokenDispatcher
+            build = functools.partial(initialize, layer, build)
+        build(config, submodules, *args, **options)
 
     MoELayer.__init__ = with_ep_dispatcher
     agreement.enable()

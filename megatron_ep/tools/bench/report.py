@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,9 +22,6 @@ from megatron_ep.diagnosis import env
 
 Record = dict[str, Any]
 Columns = dict[str, Callable[[Record], str]]
-T = TypeVar("T")
-
-KEY = ("case", "phase", "implementation")  # identify a record; left-aligned columns
 
 
 def make_record(
@@ -101,21 +98,6 @@ def relative(title: str, baseline: str, records: Iterable[Record]) -> Columns:
     return {title: lambda record: f"{record['seconds'] / base[record['phase']]:.2f}"}
 
 
-def print_table(console: Console, columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> None:
-    """Prints a table with a row for each of `rows`, whose cells `columns` compute. Columns of KEY are left-aligned."""
-    table = Table(box=None, padding=(0, 0, 0, 2))
-    for name in columns:
-        table.add_column(name, justify="left" if name in KEY else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    console.print(table)
-
-
-def make_console() -> Console:
-    """Returns a console. If the output is a file, it is wide enough for every table."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-
-
 class Report:
     """Prints a line about the machine, then each table when it is added, and updates the JSON file, which includes the
     output of `megatron-ep env`.
@@ -127,8 +109,8 @@ class Report:
     def __init__(self, path: Path | None, rank: int = 0) -> None:
         self._path = path if rank == 0 else None
         self.records: list[Record] = []
-        self._console = make_console()
-        self._console.quiet = rank != 0
+        width = None if sys.stdout.isatty() else 160  # in a file enough for every table
+        self._console = Console(width=width, highlight=False, markup=False, quiet=rank != 0)
         if rank == 0:
             self._environment = env.collect()
             self.say(env.headline(self._environment))
@@ -139,11 +121,12 @@ class Report:
     def add(self, title: str, records: Sequence[Record], columns: Columns) -> None:
         """Prints the records as a table with a title, and writes all records so far to the file."""
         self.say(f"\n{title}")
-        print_table(self._console, columns, records)
-        self.keep(records)
-
-    def keep(self, records: Sequence[Record]) -> None:
-        """Writes records to the file without a table."""
+        table = Table(box=None, padding=(0, 0, 0, 2))
+        for name in columns:
+            table.add_column(name, justify="left" if name in WHAT else "right", no_wrap=True)
+        for record in records:
+            table.add_row(*(cell(record) for cell in columns.values()))
+        self._console.print(table)
         self.records += records
         if self._path is not None:
             content = {"environment": self._environment, "records": self.records}
