@@ -5,6 +5,7 @@ Two ranks, a process each, on two GPUs where there are two.
 
 import pytest
 import torch
+from run_on import run_on
 from skips import missing
 
 pytestmark = pytest.mark.needs(missing("megatron.core"))
@@ -30,7 +31,8 @@ def configured(**settings):
     return shared_settings.configured(num_sms=4, timeout=30.0, **settings)
 
 
-def engine_with_graphs():
+@run_on("ranks")
+def test_the_engine_decodes_in_its_own_graphs():
     from generation import counted, generate, make_engine, make_model
     from gpu_layers import join
     from megatron.core import tensor_parallel
@@ -60,11 +62,12 @@ def engine_with_graphs():
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
-def test_the_engine_decodes_in_its_own_graphs(ranks):
-    ranks.run(engine_with_graphs)
-
-
-def layer_in_a_graph(kind, settings):
+@pytest.mark.parametrize(
+    "settings", [{}, {"moe_apply_probs_on_combine": True}, {"moe_dispatch_fwd_dtype": "fp8"}], ids=str
+)
+@pytest.mark.parametrize("kind", ["megatron", "fused"])
+@run_on("ranks")
+def test_a_layer_decodes_in_a_graph(kind, settings):
     """A decoding step of one layer, captured once and replayed with other tokens: the bits of the normal mode."""
     from generation import counted
     from gpu_layers import join
@@ -121,11 +124,3 @@ def layer_in_a_graph(kind, settings):
         utils.set_decode_expert_padding(layer, False)
         ep.raise_if_failed()
         del graph, output
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"moe_apply_probs_on_combine": True}, {"moe_dispatch_fwd_dtype": "fp8"}], ids=str
-)
-@pytest.mark.parametrize("kind", ["megatron", "fused"])
-def test_a_layer_decodes_in_a_graph(ranks, kind, settings):
-    ranks.run(layer_in_a_graph, kind, settings)

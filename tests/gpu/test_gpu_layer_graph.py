@@ -5,6 +5,7 @@ Two ranks, a process each, on two GPUs where there are two.
 
 import pytest
 import torch
+from run_on import run_on
 from skips import missing
 
 pytestmark = pytest.mark.needs(missing("megatron.core"))
@@ -165,13 +166,17 @@ def test_an_overflow_of_all_ranks_in_a_graph_is_told_once(ranks):
     assert all(ranks.run(overflow_in_a_graph, 0.5))
 
 
-def wait_for_notify_alone(kind, router, settings):
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+@pytest.mark.parametrize("kind", ["SequentialMLP", "CountedExperts"])
+@run_on("ranks")
+def test_torch_waits_for_nothing(kind, router):
+    """SequentialMLP takes the counts that the host has by notify, which is the one wait of a layer, and not torch's."""
     from gpu_layers import fresh, join, make_config, step
 
     from megatron_ep import raise_if_failed
 
     join()
-    with configured(**settings):
+    with configured(**{FACTOR: 4.0} if kind == "CountedExperts" else {}):
         config = make_config()
         layer = make_layer(kind, config, router)
         x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
@@ -183,10 +188,3 @@ def wait_for_notify_alone(kind, router, settings):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         raise_if_failed()
-
-
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-@pytest.mark.parametrize("kind", ["SequentialMLP", "CountedExperts"])
-def test_torch_waits_for_nothing(ranks, kind, router):
-    """SequentialMLP takes the counts that the host has by notify, which is the one wait of a layer, and not torch's."""
-    ranks.run(wait_for_notify_alone, kind, router, {FACTOR: 4.0} if kind == "CountedExperts" else {})

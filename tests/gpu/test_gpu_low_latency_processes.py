@@ -6,13 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from modes import GPU, LowLatency
+from run_on import run_on
 
 import megatron_ep as ep
 
 W, E = 4, 8
+NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < W, reason=f"needs {W} GPUs")
 
 
-def run_storm(spread, rounds):
+@pytest.mark.parametrize(("spread", "rounds"), [(False, 100), pytest.param(True, 3000, marks=NEEDS_FOUR)])
+@run_on("ranks")
+def test_no_line_is_torn_or_stale(spread, rounds):
     """Every token goes to all ranks, in lines whose every byte changes with every round."""
     torch.cuda.set_device(dist.get_rank() if spread else 0)
     tokens, hidden, local_experts = 64, 7168, E // W
@@ -30,14 +34,9 @@ def run_storm(spread, rounds):
     assert not wrong.item()
 
 
-@pytest.mark.parametrize(("spread", "rounds"), [(False, 100), (True, 3000)])
-def test_no_line_is_torn_or_stale(ranks, spread, rounds):
-    if spread and torch.cuda.device_count() < W:
-        pytest.skip(f"needs {W} GPUs")
-    ranks.run(run_storm, spread, rounds)
-
-
-def run_beside_nccl():
+@NEEDS_FOUR
+@run_on("ranks")
+def test_beside_nccl():
     """NCCL's kernels and ours on two streams, in another order on every rank: nobody waits in a circle."""
     torch.cuda.set_device(dist.get_rank())
     calls = LowLatency(GPU, 1, 20.0)
@@ -63,13 +62,8 @@ def run_beside_nccl():
         calls.buffer.synchronize()
 
 
-def test_beside_nccl(ranks):
-    if torch.cuda.device_count() < W:
-        pytest.skip(f"needs {W} GPUs")
-    ranks.run(run_beside_nccl)
-
-
-def run_counting():
+@run_on("ranks")
+def test_rows_and_waits_are_counted_by_rank():
     """Rank 3 comes late: all others wait for it, in both kinds of call."""
     calls, late = LowLatency(GPU, 1, 10.0), 3
     with calls.buffer as buffer:
@@ -88,7 +82,3 @@ def run_counting():
             assert dispatch_ns[calls.rank] == 0 and (combine_ns >= 0).all()
             if calls.rank != late:
                 assert dispatch_ns.argmax() == late and dispatch_ns[late] >= number * 0.4e9, dispatch_ns
-
-
-def test_rows_and_waits_are_counted_by_rank(ranks):
-    ranks.run(run_counting)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_cases import SIZES, check_cases
+from run_on import run_on
 
 import megatron_ep as ep
 
@@ -19,17 +20,14 @@ def set_device():
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 
 
-def run_cases(sizes, seeds):
+@pytest.mark.parametrize("sizes", SIZES)
+@run_on("ranks")
+def test_processes_have_the_bits_of_the_rings(sizes):
     set_device()
     config = replace(SIZES[sizes].config(), max_tokens=SIZES[sizes].max_tokens, num_sms=8)
     with ep.Buffer(None, config, ep.Topology(1, W), device="cuda") as buffer:
         assert buffer._group.one_hop.max_tokens == config.max_tokens
-        check_cases(buffer, SIZES[sizes], seeds)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_processes_have_the_bits_of_the_rings(ranks, sizes):
-    ranks.run(run_cases, sizes, range(12))
+        check_cases(buffer, SIZES[sizes], range(12))
 
 
 def inputs(seed):
@@ -50,7 +48,9 @@ def layer(buffer, layout, x, ids, weights):
     return received.x.detach(), received.probs.detach(), received.tokens_per_expert, y.detach(), *grads
 
 
-def run_in_a_graph(layout):
+@pytest.mark.parametrize("layout", ["grouped", "flat"])
+@run_on("ranks")
+def test_in_a_graph(layout):
     set_device()
     config = ep.Config(E, timeout=20)
     with (
@@ -78,8 +78,3 @@ def run_in_a_graph(layout):
         in_one_hop.synchronize()
         del graph, captured
         torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("layout", ["grouped", "flat"])
-def test_in_a_graph(ranks, layout):
-    ranks.run(run_in_a_graph, layout)

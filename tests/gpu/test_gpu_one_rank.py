@@ -11,6 +11,7 @@ import survivors
 import torch
 import torch.distributed as dist
 from modes import GPU, MODES, Normal
+from run_on import run_on
 from waits import patience
 
 import megatron_ep as ep
@@ -102,7 +103,8 @@ def test_a_late_rank_is_seen(ranks):
             assert last.index(max(last)) == 1 and last[1] > 0.3e9, statistics
 
 
-def run_one_told_to_stop():
+@run_on("ranks")
+def test_the_reason_of_an_abort_reaches_all():
     calls = Normal(GPU, 2, 30.0)
     if calls.rank == 0:
         threading.Timer(1.0, ep.abort_all, ["the job restarts"]).start()
@@ -110,7 +112,3 @@ def run_one_told_to_stop():
         with pytest.raises(ep.EPAbortError, match="rank 0 was told to stop: the job restarts"):
             calls.dispatch(*calls.own())
     calls.buffer.close()
-
-
-def test_the_reason_of_an_abort_reaches_all(ranks):
-    ranks.run(run_one_told_to_stop)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from modes import GPU, Normal
+from run_on import run_on
 from test_gpu_fabrics import run_over
 
 import megatron_ep as ep
@@ -71,7 +72,8 @@ def test_twenty_buffers_leave_nothing(ranks, nodes, gpu_alone):
         assert during > 1 << 20
 
 
-def run_training_and_inference() -> None:
+@run_on("ranks")
+def test_two_engines_take_turns() -> None:
     """Two engines take turns; a captured graph must be gone before."""
     buffer = Normal(GPU, 1, 10.0).buffer
     low_latency = make_low_latency(buffer)
@@ -101,10 +103,6 @@ def run_training_and_inference() -> None:
     other = Normal(GPU, 2, 10.0)
     with other.buffer:
         other.round_trips()
-
-
-def test_two_engines_take_turns(ranks):
-    ranks.run(run_training_and_inference)
 
 
 def run_closed_before() -> tuple[int, int, int]:
