@@ -12,7 +12,7 @@ NATIVE := $(shell find csrc)
 ALONE := env -u MAKEFLAGS
 
 .PHONY: install native demo test nightly docs wheel lint format tsan fuzz mutants aarch64 clean
-.PHONY: cuda-check cuda-check-oldest cuda-check-newest cuda-check-12.4 cuda-check-12.9 cuda-check-13.5
+.PHONY: cuda-check cuda-check-oldest cuda-check-newest cuda-check-12.4 cuda-check-13.5
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -119,9 +119,9 @@ cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its regist
 # One kernel of each kind with the compilers of NVIDIA's wheels, held to the same budget: needs no nvcc.
 cuda-check-oldest: cuda-check-12.4
 cuda-check-newest: cuda-check-13.5
-cuda-check-12.4 cuda-check-12.9: ARCHITECTURES = 80,90
+cuda-check-12.4: ARCHITECTURES = 80,90
 cuda-check-13.5: ARCHITECTURES = 90,100
-cuda-check-12.4 cuda-check-12.9 cuda-check-13.5: cuda-check-%: build/cuda-%/stamp
+cuda-check-12.4 cuda-check-13.5: cuda-check-%: build/cuda-%/stamp
 	$(BIN)/python tests/packaging/cuda_wheels/check.py $(<D) $(ARCHITECTURES) tests/packaging/cuda_budget.txt
 
 build/cuda-%/stamp: tests/packaging/cuda_wheels/cuda-%.txt $(VENV)/stamp-tools

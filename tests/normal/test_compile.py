@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from nightly import at_night
 from torch._dynamo.backends.common import aot_autograd
 
 import megatron_ep as ep
@@ -14,17 +15,17 @@ from megatron_ep.normal import launches, operators
 HIDDEN, EXPERTS, TOPK = 16, 8, 2
 
 
-def inputs(tokens, dtype=torch.float32):
+def inputs(tokens, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(sum(tokens))
-    x = [torch.randn(t, HIDDEN, generator=generator).to(dtype).requires_grad_() for t in tokens]
-    ids = [torch.rand(t, EXPERTS, generator=generator).topk(TOPK).indices for t in tokens]
-    weights = [torch.rand(t, TOPK, generator=generator, requires_grad=True) for t in tokens]
+    x = [torch.randn(t, HIDDEN, generator=generator).to(device, dtype).requires_grad_() for t in tokens]
+    ids = [torch.rand(t, EXPERTS, generator=generator).topk(TOPK).indices.to(device) for t in tokens]
+    weights = [torch.rand(t, TOPK, generator=generator).to(device).requires_grad_() for t in tokens]
     return x, ids, weights
 
 
 def outputs_and_gradients(function, x, ids, weights):
     outputs = function(x, ids, weights)
-    loss = sum((out.float() * torch.arange(out.numel()).view(out.shape)).sum() for out in outputs)
+    loss = sum((out.float() * torch.arange(out.numel(), device=out.device).view(out.shape)).sum() for out in outputs)
     return [*outputs, *torch.autograd.grad(loss, [*x, *weights])]
 
 
@@ -34,11 +35,12 @@ def assert_all_equal(ours, expected):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks", "options"), [(2, 1, {"max_recv_tokens": 40}), (1, 2, {"expert_capacity": 3})]
+    ("nodes", "ranks", "options"),
+    [(2, 1, {"max_recv_tokens": 40}), (1, 2, {"expert_capacity": 3}), at_night(2, 1, {})],
 )
-def test_one_graph(nodes, ranks, options):
+def test_one_graph(nodes, ranks, options, device):
     """There and back, once with the weights applied in combine, and a second dispatch with the same handle."""
-    with ep.LocalCluster(nodes, ranks, ep.Config(num_experts=EXPERTS)) as cluster:
+    with ep.LocalCluster(nodes, ranks, ep.Config(num_experts=EXPERTS), device=device) as cluster:
 
         def layer(x, ids, weights):
             rows = ep.dispatch(x, ids, weights, buffer=cluster, **options)
@@ -52,7 +54,7 @@ def test_one_graph(nodes, ranks, options):
 
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for tokens in ((5, 7), (3, 9)):
-            given = inputs(tokens)
+            given = inputs(tokens, device=device)
             assert_all_equal(outputs_and_gradients(compiled, *given), outputs_and_gradients(layer, *given))
 
 
