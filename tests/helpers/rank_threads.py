@@ -26,13 +26,16 @@ class ThreadRank(ep.LocalCluster):
         self._group.shared_segments = shared_segments
 
 
-def thread_ranks(nodes, ranks_per_node, config):
-    """A buffer for each rank."""
+def thread_ranks(nodes, ranks_per_node, config, takes_lists=True):
+    """A buffer for each rank. takes_lists: whether its calls take lists, or tensors as those of a process with one
+    rank."""
     heap = ep.LocalCluster(nodes, ranks_per_node, config)._group.heap
     world = nodes * ranks_per_node
     segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
     low_latency = {}
     ranks = [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap, low_latency) for rank in range(world)]
+    for rank in ranks:
+        rank._group.takes_lists = takes_lists
     _made.extend(ranks)
     return ranks
 

@@ -15,11 +15,7 @@ pytestmark = pytest.mark.usefixtures("closed_afterwards")
 
 
 def buffers_of(world):
-    """Whose calls take tensors, as those of a process with one rank."""
-    buffers = thread_ranks(1, world, ep.Config(num_experts=EXPERTS, timeout=20))
-    for buffer in buffers:
-        buffer._group.takes_lists = False
-    return buffers
+    return thread_ranks(1, world, ep.Config(num_experts=EXPERTS, timeout=20), takes_lists=False)
 
 
 def mode_of(buffer):

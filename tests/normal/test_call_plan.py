@@ -50,11 +50,7 @@ def plans(request, monkeypatch):
 
 
 def buffers_of(nodes, ranks_per_node):
-    """Whose calls take tensors, as those of a process with one rank."""
-    buffers = thread_ranks(nodes, ranks_per_node, CONFIG)
-    for buffer in buffers:
-        buffer._group.takes_lists = False
-    return buffers
+    return thread_ranks(nodes, ranks_per_node, CONFIG, takes_lists=False)
 
 
 @pytest.fixture

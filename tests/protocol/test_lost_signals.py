@@ -27,21 +27,19 @@ FIRST_ROW, FIRST_CREDIT = 3, 4
 
 
 @pytest.mark.parametrize("seed", a_third(range(10)))
-def test_lost_credit_is_found(seed):
+@pytest.mark.parametrize(
+    ("lost", "role", "seen", "what"),
+    [
+        (FIRST_CREDIT, "rdma_sender", (0, 1, 0, 1, 2), "room in a network ring from rank 1"),
+        (FIRST_ROW, "forwarder", (1, 0, 0, 0, 1), "a row in a network ring from rank 0"),
+    ],
+)
+def test_a_lost_signal_of_a_row_or_its_credit_is_found(lost, role, seen, what, seed):
     with pytest.raises(ep.EPTimeoutError) as caught:
-        one_way_traffic(FIRST_CREDIT, seed)
-    blocked = [i for i in caught.value.incidents if i["role"] == "rdma_sender"]
-    assert [(i["rank"], i["peer"], i["channel"], i["seen"], i["expected"]) for i in blocked] == [(0, 1, 0, 1, 2)]
-    text = describe(blocked[0])
-    assert "rdma_sender, channel 0" in text and "room in a network ring from rank 1" in text
-
-
-@pytest.mark.parametrize("seed", a_third(range(10)))
-def test_lost_row_signal_is_found(seed):
-    with pytest.raises(ep.EPTimeoutError) as caught:
-        one_way_traffic(FIRST_ROW, seed)
-    blocked = [i for i in caught.value.incidents if i["role"] == "forwarder"]
-    assert [(i["rank"], i["peer"], i["seen"], i["expected"]) for i in blocked] == [(1, 0, 0, 1)]
+        one_way_traffic(lost, seed)
+    [blocked] = [i for i in caught.value.incidents if i["role"] == role]
+    assert tuple(blocked[name] for name in ("rank", "peer", "channel", "seen", "expected")) == seen
+    assert f"{role}, channel 0" in describe(blocked) and what in describe(blocked)
 
 
 @pytest.mark.parametrize("lost_signal", [1, 2])

@@ -273,6 +273,12 @@ def test_many_experts(device, num_experts, k, groups):
         assert_close("aux_scores", ours.aux_scores, expected.aux_scores)
 
 
+def test_zeros_of_both_signs_tie(device):
+    logits = torch.zeros(1, 40, device=device)
+    logits[:, 0] = -0.0
+    assert grouped_topk(logits, 3, score_function="softmax").ids.tolist() == [[0, 1, 2]]
+
+
 def test_logits_that_are_negated_lazily(device):
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(device)
     negated, lazily = grouped_topk(-logits, 2), grouped_topk(torch._neg_view(logits), 2)
