@@ -12,6 +12,12 @@ from megatron_ep.tools.local_ranks import LocalRanks
 
 
 @pytest.fixture
+def fabric():
+    """On one machine, unless a test is parametrized."""
+    return ""
+
+
+@pytest.fixture
 def ranks(over, fabric):
     """For tests whose body runs over a fabric."""
     return SimpleNamespace(run=functools.partial(over, fabric))

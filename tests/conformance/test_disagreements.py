@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from modes import HOST, MODES
+from run_on import run_on
 
 import megatron_ep as ep
 
@@ -51,7 +52,10 @@ def check_said(mode, error, even, odd):
     assert all(text == (even, odd)[rank % 2] for rank, text in said.items()), error
 
 
-def run_other_tensors(mode, kind):
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("mode", MODES)
+@run_on("ranks")
+def test_tensors_that_differ(mode, kind):
     calls, odd = calls_of(mode), GIVEN | OTHERS[kind]
     given = tensors(calls.rank, **(odd if calls.rank % 2 else GIVEN))
     with pytest.raises(ep.EPError, match=REFUSED) as error:
@@ -59,12 +63,6 @@ def run_other_tensors(mode, kind):
             calls.dispatch(*given)
     check_said(mode, str(error.value), described(**GIVEN), described(**odd))
     calls.is_usable_again()
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_that_differ(over, mode, kind):
-    over("", run_other_tensors, mode, kind)
 
 
 # ---- other calls
@@ -108,7 +106,9 @@ KINDS = ["weights of combine", "other call", "other handle", "handle of before a
 OTHER_CALLS = [("low latency", "sum_at"), *((mode, kind) for mode in ("normal", "one hop") for kind in KINDS)]
 
 
-def run_other_calls(mode, kind):
+@pytest.mark.parametrize(("mode", "kind"), OTHER_CALLS)
+@run_on("ranks")
+def test_calls_that_differ(mode, kind):
     calls = calls_of(mode, 1 if kind == "rows of before a reset" else 2)
     for _ in range(3 if kind == "rows of before a reset" else 1):
         with pytest.raises(ep.EPError, match=REFUSED) as error:
@@ -117,8 +117,3 @@ def run_other_calls(mode, kind):
             check_said(mode, str(error.value), *SENT[kind])
         calls.buffer.reset()
     calls.is_usable_again()
-
-
-@pytest.mark.parametrize(("mode", "kind"), OTHER_CALLS)
-def test_calls_that_differ(over, mode, kind):
-    over("", run_other_calls, mode, kind)

@@ -419,37 +419,35 @@ def network_cards(*names: str, **variables: str):
         yield
 
 
-def run_environment(hosts: str, names: list[str], variables: dict[str, str]) -> tuple[dict[str, str], bool, str]:
-    with over("nvshmem", Nvshmem()) as library, network_cards(*names, **variables):
+SWITCHED_ON = {
+    "NVSHMEM_IB_ENABLE_IBGDA": "1",
+    "NVSHMEM_IBGDA_NUM_RC_PER_PE": "5",  # channels
+    "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
+    "NVSHMEM_MAX_TEAMS": "7",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+OWN = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "cta", "NVSHMEM_MAX_TEAMS": "40"}
+OFF = {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IBGDA_RC_MAP_BY": "sm"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cards", "set_by_user", "environment"),
+    [
+        ("abc", ["mlx5_0"], {}, SWITCHED_ON),
+        ("abc", ["mlx5_0"], OWN, SWITCHED_ON | OWN),
+        ("abc", ["mlx5_0"], OFF, OFF),
+        ("aaa", ["mlx5_0"], {}, {}),  # no network
+        ("abc", [], {}, {}),
+    ],
+)
+@run_on("ranks")
+def test_ibgda_is_switched_on_between_machines(hosts: str, cards, set_by_user, environment) -> None:
+    with over("nvshmem", Nvshmem()) as library, network_cards(*cards, **set_by_user):
         backend = connected(rendezvous_of(), hosts)
         assert heap_of(rendezvous_of()) == 1  # is not initialised again
-        return library.environment, backend.launcher.fence, backend.fabric.reason
-
-
-def test_ibgda_is_switched_on_between_machines(ranks) -> None:
-    (environment, fence, reason), *others = ranks.run(run_environment, "abc", ["mlx5_0"], {})
-    assert others == [(environment, fence, reason)] * (W - 1)
-    assert environment == {
-        "NVSHMEM_IB_ENABLE_IBGDA": "1",
-        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "5",  # channels
-        "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
-        "NVSHMEM_MAX_TEAMS": "7",
-        "NVSHMEM_DISABLE_NVLS": "1",
-    }
-    assert not fence and reason.endswith("; IBGDA, 5 queue pairs a rank")
-
-
-@pytest.mark.parametrize(("hosts", "names"), [("aaa", ["mlx5_0"]), ("abc", [])])
-def test_nvshmem_is_left_as_it_is_without_a_network_or_a_card(ranks, hosts: str, names: list[str]) -> None:
-    assert ranks.run(run_environment, hosts, names, {})[0][0] == {}
-
-
-def test_what_the_user_has_set_for_nvshmem_stays(ranks) -> None:
-    set_by_user = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "cta", "NVSHMEM_MAX_TEAMS": "40"}
-    environment = ranks.run(run_environment, "abc", ["mlx5_0"], set_by_user)[0][0]
-    assert environment == set_by_user | {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-    off = {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IBGDA_RC_MAP_BY": "sm"}
-    assert ranks.run(run_environment, "abc", ["mlx5_0"], off)[0][0] == off
+    assert library.environment == environment
+    if environment is SWITCHED_ON:
+        assert not backend.group.fence and backend.fabric.reason.endswith("; IBGDA, 5 queue pairs a rank")
 
 
 @pytest.mark.parametrize(
@@ -496,10 +494,11 @@ def test_ranks_that_set_nvshmem_differently_are_refused_alike(name: str, values:
         assert library.allocated == 0
 
 
-def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tuple[bool, str]:
+def transport(reaches: dict[str, object], queue_pairs: str = "9") -> tuple[bool, str]:
+    """Whether signals go behind fences, and what is said of that, where NVSHMEM reaches other ranks like this."""
     reached = SimpleNamespace(**(vars(HeapNumber.reaches) | reaches))
-    cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
-    with over("nvshmem", Nvshmem()), cards, transport:
+    cards = network_cards("mlx5_0", NVSHMEM_IBGDA_NUM_RC_PER_PE=queue_pairs)
+    with over("nvshmem", Nvshmem()), cards, mock.patch.object(HeapNumber, "reaches", reached):
         backend = connected(rendezvous_of(), "abc")
     return backend.launcher.fence, backend.fabric.reason.partition("; ")[2]
 
@@ -514,17 +513,17 @@ def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tupl
         ({"networked": 1, "mapped": 1}, "9", True, "IBGDA, ranks of other nodes share memory: signals behind fences"),
     ],
 )
+@run_on("ranks")
 def test_signals_go_without_a_fence_only_where_queue_pairs_keep_the_order(
-    ranks, reaches: dict[str, object], queue_pairs: str, fence: bool, words: str
+    reaches: dict[str, object], queue_pairs: str, fence: bool, words: str
 ) -> None:
-    variables = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": queue_pairs}
-    assert ranks.run(run_transport, reaches, variables) == [(fence, words)] * W
+    assert transport(reaches, queue_pairs) == (fence, words)
 
 
 @run_on("ranks")
 def test_a_gpu_that_sees_writes_out_of_order_is_an_error_everywhere() -> None:
     with pytest.raises(ep.EPError, match="cudaDevAttrGPUDirectRDMAWritesOrdering is none"):
-        run_transport({"writes_ordered": dist.get_rank() != 1}, {})
+        transport({"writes_ordered": dist.get_rank() != 1})
 
 
 # ---- NCCL

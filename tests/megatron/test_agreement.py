@@ -6,6 +6,7 @@ import time
 from unittest import mock
 
 import pytest
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -49,7 +50,9 @@ def _error_of(keep, *args):
     return "kept"
 
 
-def _keep_after_a_failure(clip_grad, parts, looks):
+@pytest.mark.parametrize(("clip_grad", "parts", "looks"), [(1.0, 2, True), (0.0, 1, False), (1.0, 1, False)])
+@run_on("four_ranks")
+def test_what_a_failure_has_reached_is_kept_nowhere(clip_grad, parts, looks):
     """Ranks 0 and 1 exchange tokens, and ranks 2 and 3; a call of the latter fails. Its NaN then reaches all, before
     the latter have looked unless `looks`."""
     join_layout(1, 2)
@@ -85,29 +88,20 @@ def _keep_after_a_failure(clip_grad, parts, looks):
             said.append(_error_of(optimizer.step))
         finally:
             plugin.disable()
-        return said, same, seconds, write.call_count
+    assert said[:2] == ["kept", "kept"] and said[-1] == "kept"
+    assert same, "weights and the optimizer's state"
+    assert seconds < ASK_S
+    if dist.get_rank() < 2:  # what has not reached them they keep, and wait for no other rank
+        assert set(said[2:-2]) <= {"kept"} and write.call_count == 1 + looks
+        assert said[-2].startswith("EPAbortError: rank "), said
+        assert "failed before the optimizer's step, of which nothing is kept; its error: rank 0 was told" in said[-2]
+    else:
+        assert all(each.startswith("EPAbortError: rank 0 was told to stop: a test") for each in said[2:-1]), said
+        assert write.call_count == 1
 
 
-@pytest.mark.parametrize(("clip_grad", "parts", "looks"), [(1.0, 2, True), (0.0, 1, False), (1.0, 1, False)])
-def test_what_a_failure_has_reached_is_kept_nowhere(four_ranks, clip_grad, parts, looks):
-    answers = four_ranks.run(_keep_after_a_failure, clip_grad, parts, looks)
-    for rank, (said, same, seconds, writes) in enumerate(answers):
-        assert said[:2] == ["kept", "kept"] and said[-1] == "kept"
-        assert same, "weights and the optimizer's state"
-        assert seconds < ASK_S
-        if rank < 2:  # what has not reached them they keep, and wait for no other rank
-            assert set(said[2:-2]) <= {"kept"} and writes == 1 + looks
-            assert said[-2].startswith("EPAbortError: rank "), said
-            assert (
-                "failed before the optimizer's step, of which nothing is kept; its error: rank 0 was told" in said[-2]
-            )
-        else:
-            assert all(each.startswith("EPAbortError: rank 0 was told to stop: a test") for each in said[2:-1]), said
-            assert writes == 1
-
-
-def _steps_of_some():
-    """Steps that ranks take as often as they like, with gradients that are not finite among them."""
+@run_on("four_ranks")
+def test_a_rank_steps_as_often_as_it_likes_and_into_its_own_nan():
     join_layout(1, 2)
     optimizer, parameters = _optimizer(parts=1)
     agreement.enable()
@@ -130,12 +124,8 @@ def _steps_of_some():
     finally:
         agreement.log.removeHandler(handler)
         agreement.disable()
-    return finite, parameters[0].item(), len(warned)
-
-
-def test_a_rank_steps_as_often_as_it_likes_and_into_its_own_nan(four_ranks):
-    for rank, (finite, last, warnings) in enumerate(four_ranks.run(_steps_of_some)):
-        assert finite == pytest.approx(1.0 - rank, abs=1e-5) and last != last and warnings == 1
+    assert finite == pytest.approx(1.0 - dist.get_rank(), abs=1e-5)
+    assert parameters[0].isnan() and len(warned) == 1
 
 
 @pytest.mark.usefixtures("no_other_buffers")

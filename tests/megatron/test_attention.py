@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 from nightly import at_night
+from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -59,8 +60,27 @@ def packed(lengths):
     return packed_sequences(torch.tensor([0, *lengths]).cumsum(0).int())
 
 
-def run_attention(dtype, heads, kv_heads, width, v_width):
-    """The largest differences of output and gradients; and rows of Q that went to another rank."""
+def furthest(ours, theirs):
+    """The largest difference of two lists of tensors."""
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def moved_rows(params):
+    """Rows of Q that went to another rank."""
+    return params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
+
+
+DTYPES = pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "v_width"),
+    [(4, 4, 8, 8), (6, 2, 8, 8), (3, 3, 12, 8)],
+    ids=["MHA", "GQA", "MLA"],
+)
+@DTYPES
+@run_on("four_ranks")
+def test_attention(dtype, most, heads, kv_heads, width, v_width):
     join_layout(1, 1)
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -75,19 +95,12 @@ def run_attention(dtype, heads, kv_heads, width, v_width):
     for _ in range(2):  # two layers of one micro-batch
         out = dispatched(*leaves, None, packed_seq_params=params)
         ours = [out, *torch.autograd.grad((out * weight).sum(), leaves)]
-        difference = max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True))
-    moved = params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
-    return difference, moved
+        assert furthest(ours, expected) < most
+    assert moved_rows(params) > 50
 
 
-@pytest.mark.parametrize("widths", [(4, 4, 8, 8), (6, 2, 8, 8), (3, 3, 12, 8)], ids=["MHA", "GQA", "MLA"])
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_attention(four_ranks, dtype, most, widths):
-    for difference, moved in four_ranks.run(run_attention, dtype, *widths):
-        assert difference < most and moved > 50
-
-
-def run_context_parallel():
+@run_on("four_ranks")
+def test_with_context_parallelism():
     """Two ranks share the documents of a micro-batch: chunks 0 and 3 of each on one, 1 and 2 on the other."""
     join_layout(1, 1)
     shared_buffers.close_buffers()
@@ -113,15 +126,17 @@ def run_context_parallel():
         *parts, None, packed_seq_params=packed(lengths)
     )
     (out * own(whole[3]).flatten(1)).sum().backward()
-    pairs = [(out, own(expected)), *((a.grad, own(b.grad)) for a, b in zip(parts, leaves, strict=True))]
+    ours = [out, *(part.grad for part in parts)]
+    assert furthest(ours, [own(expected), *(own(leaf.grad) for leaf in leaves)]) < 1e-12
     shared_buffers.close_buffers()
     equivalence._destroy_groups()
-    return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def run_tensor_parallel(dtype):
-    """A GPT of two layers whose heads two ranks share: the largest difference of losses and gradients from attention at
-    home, and how many rows of Q went to another rank."""
+@DTYPES
+@run_on("four_ranks")
+def test_with_tensor_parallelism(dtype, most):
+    """A GPT of two layers whose heads two ranks share: each moves its own heads among the ranks with other data. Losses
+    and gradients."""
     join_layout(2, 1)
     data_rank = parallel_state.get_data_parallel_rank()
     config = make_config(
@@ -145,20 +160,7 @@ def run_tensor_parallel(dtype):
         losses.mean().backward()
         results.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
         steps.append(params)
-    difference = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-    moved = steps[1]._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
-    return difference, moved
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_with_tensor_parallelism(four_ranks, dtype, most):
-    """Each rank moves its own heads among the ranks with other data."""
-    for difference, moved in four_ranks.run(run_tensor_parallel, dtype):
-        assert difference < most and moved > 50
-
-
-def test_with_context_parallelism(four_ranks):
-    assert max(four_ranks.run(run_context_parallel)) < 1e-12
+    assert furthest(*results) < most and moved_rows(steps[1]) > 50
 
 
 def _losses(spec, recompute):
@@ -188,8 +190,12 @@ def _losses(spec, recompute):
     return losses, model
 
 
-def run_model(by, recompute):
-    """A GPT of two layers: with attention at home, and with it dispatched."""
+@pytest.mark.parametrize(
+    ("by", "recompute"), [("spec", True), ("enable", False), at_night("spec", False), (TE, True), at_night(TE, False)]
+)
+@run_on("four_ranks")
+def test_a_model_has_the_losses_of_attention_at_home(by, recompute):
+    """A GPT of two layers."""
     join_layout(1, 1)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     with contextlib.ExitStack() as stack:
@@ -210,19 +216,13 @@ def run_model(by, recompute):
         assert [type(layer).__name__ for layer in layers] == ["DispatchedTEDotProductAttention"] * 2
         names = [{name for name in of.state_dict() if ".core_attention" in name} for of in (theirs, model)]
         assert names[0] == names[1] and len(names[0]) == 2, "a checkpoint of one is one of the other"
-    return ours, expected
+    assert ours == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] < expected[0] - 0.1, "the model learns"
 
 
-@pytest.mark.parametrize(
-    ("by", "recompute"), [("spec", True), ("enable", False), at_night("spec", False), (TE, True), at_night(TE, False)]
-)
-def test_a_model_has_the_losses_of_attention_at_home(four_ranks, by, recompute):
-    for ours, expected in four_ranks.run(run_model, by, recompute):
-        assert ours == pytest.approx(expected, abs=1e-5)
-        assert expected[-1] < expected[0] - 0.1, "the model learns"
-
-
-def run_latent_attention(by):
+@pytest.mark.parametrize("by", ["spec", "enable"])
+@run_on("four_ranks")
+def test_latent_attention(by):
     """MLA of one layer, which is built in another way than other attention: output and gradients."""
     join_layout(1, 1)
     config = MLATransformerConfig(
@@ -260,21 +260,18 @@ def run_latent_attention(by):
         out, _ = layer(x, attention_mask=None, packed_seq_params=packed(lengths))
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
     assert isinstance(layer.core_attention, DispatchedCoreAttention)
-    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    assert furthest(*results) < 1e-9
 
 
-@pytest.mark.parametrize("by", ["spec", "enable"])
-def test_latent_attention(four_ranks, by):
-    assert max(four_ranks.run(run_latent_attention, by)) < 1e-9
-
-
-def run_reused(how):
-    """What takes other documents for a second micro-batch of as many tokens: the largest difference from attention at
-    home, of two layers each; and how many plans were made."""
+@pytest.mark.parametrize(("how", "number"), [("another tensor", 2), ("padded", 2), ("in place", 2), ("inference", 4)])
+@run_on("four_ranks")
+def test_other_documents_in_the_same_params(how, number):
+    """They take other documents for a second micro-batch of as many tokens, of two layers each: how many plans are
+    made."""
     join_layout(1, 1)
     config, rank = make_config(), dist.get_rank()
     dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
-    at_home, plans, differences = VarlenAttention(config), [], []
+    at_home, plans = VarlenAttention(config), []
     generator = torch.Generator().manual_seed(rank)
     with torch.inference_mode(how == "inference"):
         params = packed([500, 8, 92])
@@ -289,15 +286,9 @@ def run_reused(how):
             q, k, v = torch.randn(3, 600, 2, 4, dtype=torch.float64, generator=generator)
             for _ in range(2):
                 out = dispatched(q, k, v, None, packed_seq_params=params)
-                differences.append((out - at_home(q, k, v, None, packed_seq_params=made)).abs().max().item())
+                assert furthest([out], [at_home(q, k, v, None, packed_seq_params=made)]) < 1e-12
                 plans.append(params._ep_sequences)
-    return max(differences), len(set(map(id, plans)))
-
-
-@pytest.mark.parametrize(("how", "plans"), [("another tensor", 2), ("padded", 2), ("in place", 2), ("inference", 4)])
-def test_other_documents_in_the_same_params(four_ranks, how, plans):
-    for difference, made in four_ranks.run(run_reused, how):
-        assert difference < 1e-12 and made == plans
+    assert len(set(map(id, plans))) == number
 
 
 MISTAKES = {
@@ -381,8 +372,7 @@ def run_te_attention(lengths):
             )
             results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
             layers.append(layer)
-    difference = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-    return difference, *(layer.calls for layer in layers), *(list(layer.state_dict()) for layer in layers)
+    return furthest(*results), *(layer.calls for layer in layers), *(list(layer.state_dict()) for layer in layers)
 
 
 def test_transformer_engine(four_ranks):
@@ -398,7 +388,8 @@ def test_transformer_engine(four_ranks):
     assert any(has_earlier_keys) and not all(has_earlier_keys)
 
 
-def run_te_without_rows():
+@run_on("four_ranks")
+def test_transformer_engine_without_rows():
     """A rank without any has nothing to compute, and takes part."""
     join_layout(1, 1)
     rank = dist.get_rank()
@@ -411,14 +402,8 @@ def run_te_without_rows():
         )
         out = layer(x, x, x, None, packed_seq_params=packed(lengths))
         out.sum().backward()
-    return list(out.shape), len(layer.calls), x.grad.abs().sum().item()
-
-
-def test_transformer_engine_without_rows(four_ranks):
-    ranks = four_ranks.run(run_te_without_rows)
-    assert [shape for shape, _, _ in ranks] == [[3, 8], [0, 8], [5, 8], [6, 8]]
-    assert [calls for _, calls, _ in ranks] == [1, 0, 1, 1]
-    assert [grad > 0 for _, _, grad in ranks] == [True, False, True, True]
+    assert out.shape == (sum(lengths), 8) and len(layer.calls) == (rank != 1)
+    assert (x.grad.abs().sum() > 0) == (rank != 1)
 
 
 def test_specs_with_transformer_engine():

@@ -101,15 +101,8 @@ def test_a_recipe_trains_as_with_megatrons_dispatcher(name, model):
 def _pretrained(name, dispatcher):
     """Loss and gradient norm of each step, as Bridge logs them, and the log."""
     program = [str(Path(megatron_bridge.__file__).with_name("bridge_pretrain.py")), name, dispatcher, "3"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        "--master-port",
-        str(free_port()),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += ["--master-port", str(free_port())]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run([*command, *program], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

@@ -18,6 +18,7 @@ import pytest
 import rank_processes
 import torch.distributed as dist
 from cards import cards_with, library
+from run_on import run_on
 from waits import within
 
 from megatron_ep import megatron as megatron_side
@@ -32,8 +33,8 @@ from megatron_ep.tools.network import main as network
 from megatron_ep.tools.network import report as network_report
 
 ROOT = Path(__file__).resolve().parents[2]
-on_machines = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
-with_filter = pytest.mark.skipif(bool(machines.why_no_filter()), reason=str(machines.why_no_filter()))
+on_machines = pytest.mark.needs(machines.why_not())
+with_filter = pytest.mark.needs(machines.why_no_filter())
 
 LINE = "export MEGATRON_EP_ADDRESS=10.77.0.0/24"
 
@@ -183,23 +184,21 @@ def examine() -> tuple[str, int]:
         return network._examine_apart(20.0)
 
 
-def examine_builds() -> tuple[str, int]:
+@run_on("ranks")
+def test_other_versions_are_named_and_nothing_is_sent():
     with mock.patch.object(network_examination, "_build", lambda: f"megatron_ep 0.{dist.get_rank()}"):
-        return examine()
+        text, status = examine()
+    assert status == 1 and "FAIL  ranks run different builds" in text
+    assert "megatron_ep 0.1: " in text and "(rank 1)" in text
 
 
-def test_other_versions_are_named_and_nothing_is_sent(ranks):
-    for text, status in ranks.run(examine_builds):
-        assert status == 1 and "FAIL  ranks run different builds" in text
-        assert "megatron_ep 0.1: " in text and "(rank 1)" in text
-
-
-def test_ranks_of_one_machine(ranks):
-    for text, _ in ranks.run(examine):
-        assert "2 ranks on 2 machines" in text and "a rehearsal on one machine" in text
-        assert "contents and order are right" in text, text
-        assert "export MEGATRON_EP_ADDRESS=" in text
-        assert "card" not in text, text
+@run_on("ranks")
+def test_ranks_of_one_machine():
+    text, _ = examine()
+    assert "2 ranks on 2 machines" in text and "a rehearsal on one machine" in text
+    assert "contents and order are right" in text, text
+    assert "export MEGATRON_EP_ADDRESS=" in text
+    assert "card" not in text, text
 
 
 def examine_cards(

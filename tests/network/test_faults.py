@@ -12,7 +12,7 @@ import pytest
 from jobs_on_machines import COMPARED_CALLS, fork
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
+pytestmark = pytest.mark.needs(machines.why_not())
 RANKS = 3
 TIMEOUT = 5.0  # of a wait
 SILENCE = 3.0  # after which a machine is lost
@@ -115,7 +115,7 @@ def run(tmp_path_factory):
         yield run
 
 
-@pytest.mark.skipif(bool(machines.why_no_filter()), reason=str(machines.why_no_filter()))
+@pytest.mark.needs(machines.why_no_filter())
 def test_packets_that_do_not_arrive(run):
     made = run.made
     for machine in range(RANKS):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jobs_on_machines import ROOT, fork, log_of, start, torchrun
 
-pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(machines.why_not())]
 
 
 @pytest.fixture

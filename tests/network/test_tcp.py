@@ -523,23 +523,17 @@ def test_with_a_secret_a_token_is_not_enough(ears, monkeypatch):
     assert [stranger.recv(1) for stranger in strangers] == [b""] * 3
 
 
-def run_with_secrets(secrets: list[str]) -> str:
-    with machines_of(2), mock.patch.dict(os.environ, {tcp.SECRET: secrets[dist.get_rank()]}):
-        try:
-            ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)).close()
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_a_secret_is_the_same_on_all_ranks(ranks):
-    assert ranks.run(run_with_secrets, [SECRET] * W) == [""] * W
-    for other in (SECRET + "!", ""):
-        secrets = [SECRET] * W
-        secrets[2] = other
-        for rank, text in enumerate(ranks.run(run_with_secrets, secrets)):
-            assert f"environment variable {tcp.SECRET} must be the same" in text and SECRET not in text
-            assert f"on rank {0 if rank == 2 else 2} it is another" in text
+@run_on("ranks")
+def test_a_secret_is_the_same_on_all_ranks():
+    settings, rank = (None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)), dist.get_rank()
+    with machines_of(2), mock.patch.dict(os.environ, {tcp.SECRET: SECRET}):
+        ep.Buffer(*settings).close()
+        for other in (SECRET + "!", ""):
+            own = mock.patch.dict(os.environ, {tcp.SECRET: other if rank == 2 else SECRET})
+            with own, pytest.raises(ValueError, match=f"environment variable {tcp.SECRET} must be the same") as caught:
+                ep.Buffer(*settings)
+            text = str(caught.value)
+            assert SECRET not in text and f"on rank {0 if rank == 2 else 2} it is another" in text
 
 
 def test_what_was_changed_in_the_store_is_refused(ears, monkeypatch):

@@ -44,32 +44,22 @@ FLOAT8 = torch.ones(4, 256).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
-    ("values", "scales", "dtype", "message"),
+    ("convert", "arguments", "message"),
     [
-        (torch.ones(4, 256), torch.ones(4, 2), torch.bfloat16, "values is torch.float32 of shape"),
-        (FLOAT8.T, torch.ones(256, 1), torch.bfloat16, "must be torch.float8_e4m3fn .*, contiguous"),
-        (FLOAT8, torch.ones(4, 2), torch.float64, "dtype is torch.float64"),
-        (FLOAT8, torch.ones(4, 2).half(), torch.bfloat16, "scales is torch.float16"),
-        (FLOAT8, torch.ones(4, 1), torch.bfloat16, r"must be \(4, 2\) on cpu"),
-        (FLOAT8, torch.ones(1, 2), torch.bfloat16, r"must be \(4, 2\) on cpu"),
+        (float8.dequantize, (torch.ones(4, 256), torch.ones(4, 2)), "values is torch.float32 of shape"),
+        (float8.dequantize, (FLOAT8.T, torch.ones(256, 1)), "must be torch.float8_e4m3fn .*, contiguous"),
+        (float8.dequantize, (FLOAT8, torch.ones(4, 2), torch.float64), "dtype is torch.float64"),
+        (float8.dequantize, (FLOAT8, torch.ones(4, 2).half()), "scales is torch.float16"),
+        (float8.dequantize, (FLOAT8, torch.ones(4, 1)), r"must be \(4, 2\) on cpu"),
+        (float8.dequantize, (FLOAT8, torch.ones(1, 2)), r"must be \(4, 2\) on cpu"),
+        (float8.quantize, (torch.ones(3),), "x has shape"),
+        (float8.quantize, (torch.ones(4, 3).t(),), "must be contiguous"),
+        (float8.quantize, (torch.ones(4, 3).double(),), "x is torch.float64, must be one of torch.bfloat16"),
     ],
 )
-def test_what_cannot_be_dequantized(values, scales, dtype, message) -> None:
+def test_what_cannot_be_converted(convert, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
-        float8.dequantize(values, scales, dtype)
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.ones(3), "x has shape"),
-        (torch.ones(4, 3).t(), "must be contiguous"),
-        (torch.ones(4, 3).double(), "x is torch.float64, must be one of torch.bfloat16"),
-    ],
-)
-def test_wrong_arguments(x: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        float8.quantize(x)
+        convert(*arguments)
 
 
 @pytest.mark.parametrize("hidden", [1, 128, 200, 1024])

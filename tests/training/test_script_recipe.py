@@ -143,26 +143,6 @@ gpu.check_device = lambda device: None
 """
 
 
-def _start(tree, *arguments, **variables):
-    environment = {key: value for key, value in os.environ.items() if key not in (*LAUNCHERS, "MEGATRON_LM")}
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_ep.cli.main",
-            "train",
-            str(SLICE),
-            "--set",
-            "dispatcher.num_sms=8",
-            *arguments,
-        ],
-        env=environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def test_the_options_of_pretrain():
     changes = ("moe_apply_probs_on_combine=true", "moe_expert_rank_capacity_factor=1.5", "router=fused")
     changes += ("moe_low_latency_max_tokens=64",)
@@ -188,14 +168,14 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     (tmp_path / "sitecustomize.py").write_text(PRETENDED_GPU)
-    done = _start(
-        tmp_path,
-        *("--megatron-lm", str(tmp_path), "--steps", "3"),
-        *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
-        *("--set", "dispatcher.moe_apply_probs_on_combine=true", "--set", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
-        *("--set", "dispatcher.row_bytes=16384"),
-        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
-    )
+    command = [sys.executable, "-m", "megatron_ep.cli.main", "train", SLICE, "--megatron-lm", tmp_path, "--steps", "3"]
+    changes = ["topology.ranks_per_node=2", "parallel.expert_model_parallel_size=2", "dispatcher.num_sms=8"]
+    changes += ["dispatcher.moe_apply_probs_on_combine=true", "dispatcher.moe_dispatch_fwd_dtype=fp8"]
+    changes += ["dispatcher.row_bytes=16384"]
+    environment = {key: value for key, value in os.environ.items() if key not in (*LAUNCHERS, "MEGATRON_LM")}
+    environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command += [word for change in changes for word in ("--set", change)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
     options = {"moe_expert_rank_capacity_factor": None, "moe_apply_probs_on_combine": True}

@@ -83,16 +83,6 @@ def test_resuming_something_else_names_the_difference(trained):
 
 
 @pytest.mark.nightly
-def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, run, tmp_path):
-    """Two steps, in which a token whose expert rounding decides cannot move the mean this far; see test_loss_curve."""
-    out = tmp_path / "alltoall"
-    text = run(out, "--steps", "2", "--set", "dispatcher.type=alltoall")
-    assert "dispatcher alltoall" in text
-    for theirs, ours in zip(rows(out), rows(trained[0])[:2], strict=True):
-        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
-
-
-@pytest.mark.nightly
 def test_ctrl_c_ends_everything_quietly(tmp_path):
     out, before = tmp_path / "run", shared_memory.names()
     process = start(out, "--set", "topology.nodes=1")
