@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal.handle import Handle
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -80,7 +79,7 @@ def start(
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields all tensors on a GPU in a result or in arguments, including those of a handle."""
+    """Yields all tensors on a GPU in a result or in arguments, without those of a handle: its launches keep these."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value
@@ -89,7 +88,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, Handle):
-        yield from _tensors(value.ranks)
     elif dataclasses.is_dataclass(value) and not isinstance(value, (type, RankGroup)):
         yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

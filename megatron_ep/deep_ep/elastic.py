@@ -15,8 +15,7 @@ from megatron_ep.deep_ep.config import Config, topology_of
 from megatron_ep.deep_ep.elastic_handle import EPHandle, max_rows
 from megatron_ep.deep_ep.events import Event, EventHandle, EventOverlap, refuse, run, wait_for
 from megatron_ep.deep_ep.handles import require_handle
-from megatron_ep.deep_ep.instances import Instances, OverInstances
-from megatron_ep.deep_ep.ranks import ranks_of
+from megatron_ep.deep_ep.instances import Instances, OverInstances, ranks_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows, device_of, row_bytes
 from megatron_ep.meeting import nodes
 from megatron_ep.meeting.place import is_known
@@ -196,7 +195,16 @@ class ElasticBuffer(OverInstances):
         instances, is_flat = self._instances(), not do_expand
         with instances.abort_peers_on_error():
             if handle is not None:
-                self._check_given(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
+                require_handle(handle, EPHandle, MAKER)
+                if topk_idx is not None or do_cpu_sync:
+                    raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
+                for name, value in (
+                    ("num_experts", num_experts),
+                    ("num_max_tokens_per_rank", num_max_tokens_per_rank),
+                    ("expert_alignment", expert_alignment),
+                ):
+                    if value is not None and value != getattr(handle, name):
+                        raise ValueError(f"{name} is {value}, must be {getattr(handle, name)} as of the handle")
                 if cumulative_local_expert_recv_stats is not None:
                     raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
             else:
@@ -286,23 +294,6 @@ class ElasticBuffer(OverInstances):
         read = (x, topk_weights, bias)
         (y, weights), event = run(call, read, previous_event, async_with_compute_stream)
         return y, weights, event
-
-    @staticmethod
-    def _check_given(
-        handle: EPHandle,
-        topk_idx: torch.Tensor | None,
-        num_experts: int | None,
-        max_tokens: int | None,
-        alignment: int | None,
-        do_cpu_sync: bool | None,
-    ) -> None:
-        require_handle(handle, EPHandle, MAKER)
-        if topk_idx is not None or do_cpu_sync:
-            raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
-        given = (("num_experts", num_experts), ("num_max_tokens_per_rank", max_tokens), ("expert_alignment", alignment))
-        for name, value in given:
-            if value is not None and value != getattr(handle, name):
-                raise ValueError(f"{name} is {value}, must be {getattr(handle, name)} as of the handle")
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:

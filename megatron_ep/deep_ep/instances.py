@@ -1,22 +1,27 @@
-"""The buffers of this library that implement a DeepEP buffer. They are created by the first call that needs them,
-because DeepEP's constructors have neither the number of experts nor the device. All ranks make the same calls, so they
-create the same buffers."""
+"""The ranks of a DeepEP buffer, and the buffers of this library that implement it. They are created by the first call
+that needs them, because DeepEP's constructors have neither the number of experts nor the device. All ranks make the
+same calls, so they create the same buffers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_ep.buffer.any_buffer import rank_group_of
-from megatron_ep.buffer.buffer import Buffer
+from megatron_ep.buffer.buffer import Buffer, buffer_of
+from megatron_ep.buffer.distributed import DistributedRankGroup, patience
 from megatron_ep.config import MAX_EXPERTS, MAX_LOW_LATENCY_TOKENS, MAX_TOPK, Config, require_int
 from megatron_ep.deep_ep.config import row_class, tokens_in
-from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.meeting.place import is_known, opened_place, place_of
 from megatron_ep.meeting.processes import OfOneProcess
+from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.normal.row_limit import RowLimit
 from megatron_ep.overlap import communication_stream
 
@@ -24,6 +29,47 @@ TOO_FEW_ROWS = (
     "more rows came than num_worst_tokens or num_max_tokens_per_rank makes room for; those behind are left out and the "
     "weights are NaN; raise it, on all ranks alike"
 )
+
+
+class Communicator(Protocol):
+    """The methods of mpi4py's communicators that this module calls."""
+
+    def Get_rank(self) -> int: ...
+
+    def Get_size(self) -> int: ...
+
+    def bcast(self, obj: Any, root: int = 0) -> Any: ...
+
+
+@dataclass(frozen=True)
+class BufferRanks:
+    """The ranks of a DeepEP buffer, and this one among them. buffer: creates a buffer of all ranks; collective."""
+
+    rank: int
+    size: int
+    buffer: Callable[[Config, torch.device], Buffer]
+
+
+def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None = None) -> BufferRanks:
+    """Returns the ranks of a group of any backend, or else of comm. Raises ValueError without either.
+
+    With comm torch.distributed need not be initialised. It is collective then: rank 0 opens a TCPStore and broadcasts
+    its address.
+    """
+    if group is not None:
+        if is_known(group) is not None:
+            place_of(group).publish()
+        return BufferRanks(group.rank(), group.size(), lambda config, device: Buffer(group, config, device=device))
+    if comm is None:
+        raise ValueError("group is None, must be a process group, or comm a communicator of mpi4py")
+    rank, size = comm.Get_rank(), comm.Get_size()
+    place = opened_place(rank, size, comm.bcast)
+
+    def buffer(config: Config, device: torch.device) -> Buffer:
+        rendezvous = StoreRendezvous.at(place, timedelta(seconds=patience(config)))
+        return buffer_of(DistributedRankGroup(rendezvous, config, None, device))
+
+    return BufferRanks(rank, size, buffer)
 
 
 class Instances:

@@ -28,7 +28,7 @@ from megatron_ep.deep_ep import (
     get_logical_domain_size,
     transfers,
 )
-from megatron_ep.deep_ep.layout import layout_of
+from megatron_ep.deep_ep.buffer import layout_of
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import nodes
 from megatron_ep.tools.local_ranks import LocalRanks
