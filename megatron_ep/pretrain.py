@@ -177,7 +177,7 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
         from megatron_ep.megatron import attention
 
         attention.enable()
-    if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # else Megatron warns
+    if flags.RESTART in arguments and importlib.util.find_spec("nvidia_resiliency_ext"):  # else Megatron warns
         from megatron_ep.megatron import restart
 
         restart.enable()

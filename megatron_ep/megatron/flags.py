@@ -45,7 +45,7 @@ REFUSED_BY_FUSED_ROUTER = {
     "--moe-router-load-balancing-type": ("sinkhorn", "quantile_balancing"),
     "--moe-router-score-function": ("sqrtsoftplus",),
 }
-RESTART = "--inprocess-restart"
+RESTART = "--inprocess-restart"  # a training script restarts in its processes (nvidia-resiliency-ext)
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's default
 GROUP_TIMEOUT = "--distributed-timeout-minutes"
@@ -172,11 +172,6 @@ def _parsed(
     return vars(given), rest
 
 
-def has_restarter(arguments: Sequence[str]) -> bool:
-    """Returns whether a training script with these arguments restarts in its processes (nvidia-resiliency-ext)."""
-    return RESTART in arguments
-
-
 def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | None:
     """Returns Config.timeout for a training script with these arguments.
 
@@ -191,7 +186,7 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | 
     allows, for example during a save, would be restarted.
     """
     seconds = Config(num_experts=1, timeout=timeout).timeout_seconds
-    if not has_restarter(arguments):
+    if RESTART not in arguments:
         return timeout
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(SOFT_TIMEOUT, dest="soft", type=float, default=SOFT_TIMEOUT_S)

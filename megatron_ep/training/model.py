@@ -11,8 +11,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_ep import Topology
+from megatron_ep.megatron import shared_buffers
+from megatron_ep.megatron.attention import sequence_spec, varlen_spec
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import fused_router
 from megatron_ep.training.recipe import Recipe
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -49,10 +53,10 @@ def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
     config = transformer_config(recipe)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if recipe.dispatcher.type == "ep":
-        spec = _with_ep_dispatcher(recipe, spec)
+        topology = Topology(recipe.topology.nodes, recipe.topology.ranks_per_node)
+        shared_buffers.configure(topology, **recipe.dispatcher.settings())
+        spec = ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)
     if recipe.dataset.packed:
-        from megatron_ep.megatron.attention import sequence_spec, varlen_spec
-
         spec = sequence_spec(spec) if recipe.dispatcher.sequences else varlen_spec(spec)
     model = GPTModel(
         config=config,
@@ -91,15 +95,3 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
-
-
-def _with_ep_dispatcher(recipe: Recipe, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    from megatron_ep import Topology
-    from megatron_ep.megatron import shared_buffers
-    from megatron_ep.megatron.layer import ep_layer_spec
-    from megatron_ep.megatron.router import fused_router
-
-    shared_buffers.configure(
-        Topology(recipe.topology.nodes, recipe.topology.ranks_per_node), **recipe.dispatcher.settings()
-    )
-    return ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)

@@ -7,7 +7,6 @@ starts.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
+from megatron_ep.config import nearest_name
 from megatron_ep.training.sections import (
     Checkpoint,
     Dataset,
@@ -172,9 +172,7 @@ def _explain(fault: Any, schema: Any) -> str:
         for part in path[:-1]:
             section = section.model_fields[part].annotation
         known = list(section.model_fields)
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key{nearest_name(path[-1], known) or '; known keys: ' + ', '.join(known)}"
     if fault["type"] == "missing":
         return f"{where}: missing"
     if fault["type"] == "value_error":  # `require` raised it for a relation between values

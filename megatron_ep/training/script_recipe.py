@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_ep.training import recipe
 from megatron_ep.training.sections import (
     Dispatcher,
     Optimizer,
-    Positive,
-    PositiveFloat,
     Scheduler,
     Section,
     Topology,
@@ -40,22 +38,22 @@ class Verified(Section):
 class Parallel(Section):
     """The parallel layout of the model, with the names of Megatron-LM's flags."""
 
-    tensor_model_parallel_size: Positive = 1
+    tensor_model_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
-    pipeline_model_parallel_size: Positive = 1
-    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    pipeline_model_parallel_size: PositiveInt = 1
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
     pipeline_model_parallel_layout: str | None = None
-    decoder_first_pipeline_num_layers: Positive | None = None
-    decoder_last_pipeline_num_layers: Positive | None = None
-    context_parallel_size: Positive = 1
-    expert_model_parallel_size: Positive
-    expert_tensor_parallel_size: Positive = 1
+    decoder_first_pipeline_num_layers: PositiveInt | None = None
+    decoder_last_pipeline_num_layers: PositiveInt | None = None
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt
+    expert_tensor_parallel_size: PositiveInt = 1
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     overlap_moe_expert_parallel_comm: bool = False
     delay_wgrad_compute: bool = False
-    distributed_timeout_minutes: Positive | None = None
+    distributed_timeout_minutes: PositiveInt | None = None
 
 
 class Precision(Section):
@@ -81,18 +79,18 @@ class Precision(Section):
 class ScriptModel(recipe.Model):
     """The model of small recipes, with further settings of real models."""
 
-    vocab_size: Positive
-    max_position_embeddings: Positive
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
     multi_latent_attention: bool = False
-    q_lora_rank: Positive | None = None
-    kv_lora_rank: Positive | None = None
-    qk_head_dim: Positive | None = None
-    qk_pos_emb_head_dim: Positive | None = None
-    v_head_dim: Positive | None = None
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt | None = None
+    qk_head_dim: PositiveInt | None = None
+    qk_pos_emb_head_dim: PositiveInt | None = None
+    v_head_dim: PositiveInt | None = None
     rotary_scaling_factor: PositiveFloat | None = None
     mscale: PositiveFloat | None = None
     mscale_all_dim: PositiveFloat | None = None
-    mtp_num_layers: Positive | None = None
+    mtp_num_layers: PositiveInt | None = None
     mtp_loss_scaling_factor: PositiveFloat | None = None
     moe_grouped_gemm: bool = True
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
@@ -109,12 +107,12 @@ class ScriptModel(recipe.Model):
 
 
 class ScriptTrain(Section):
-    train_iters: Positive
-    global_batch_size: Positive
-    micro_batch_size: Positive
+    train_iters: PositiveInt
+    global_batch_size: PositiveInt
+    micro_batch_size: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    eval_iters: Annotated[int, Field(ge=0)] = 0
-    eval_interval: Positive = 1000
+    eval_iters: NonNegativeInt = 0
+    eval_interval: PositiveInt = 1000
 
 
 class Data(Section):
@@ -123,11 +121,11 @@ class Data(Section):
     data_path: prefixes, or alternating weights and prefixes. split: shares of training, validation and test.
     """
 
-    seq_length: Positive
+    seq_length: PositiveInt
     mock_data: bool = False
     data_path: list[str | float] | None = None
     split: str | None = None
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    num_workers: NonNegativeInt = 2
 
     @model_validator(mode="after")
     def _relations(self) -> Data:
@@ -143,12 +141,12 @@ class ScriptTokenizer(Section):
 class ScriptCheckpoint(Section):
     save: str | None = None
     load: str | None = None
-    save_interval: Positive = 500
+    save_interval: PositiveInt = 500
     ckpt_format: Literal["torch_dist"] = "torch_dist"
 
 
 class ScriptLogger(Section):
-    log_interval: Positive = 1
+    log_interval: PositiveInt = 1
     log_throughput: bool = True
     tensorboard_dir: str | None = None
 

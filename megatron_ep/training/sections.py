@@ -8,15 +8,20 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, Config
 from megatron_ep.megatron.options import NAMES, Options
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -34,8 +39,8 @@ class Section(BaseModel):
 class Topology(Section):
     """The ranks, each a process: of the expert-parallel group, or of all machines that a real model is trained on."""
 
-    nodes: Positive
-    ranks_per_node: Positive
+    nodes: PositiveInt
+    ranks_per_node: PositiveInt
 
     @property
     def world_size(self) -> int:
@@ -53,14 +58,14 @@ class Topology(Section):
 class Model(Section):
     """The architecture, with the names of Megatron-Core's TransformerConfig."""
 
-    num_layers: Positive
-    hidden_size: Positive
-    ffn_hidden_size: Positive
-    num_attention_heads: Positive
-    num_query_groups: Positive | None = None
-    kv_channels: Positive | None = None
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt | None = None
+    kv_channels: PositiveInt | None = None
     qk_layernorm: bool = False
-    rotary_base: Positive = 10000
+    rotary_base: PositiveInt = 10000
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: PositiveFloat = 1e-6
     activation_func: Literal["silu", "gelu"] = "silu"
@@ -74,16 +79,16 @@ class Model(Section):
     # for selective recomputation
     recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]] | None = None
     recompute_method: Literal["uniform", "block"] | None = None  # for full recomputation
-    recompute_num_layers: Positive | None = None  # for full recomputation
+    recompute_num_layers: PositiveInt | None = None  # for full recomputation
 
-    num_moe_experts: Positive
-    moe_layer_freq: list[Literal[0, 1]] | Positive = 1
-    moe_ffn_hidden_size: Positive
-    moe_shared_expert_intermediate_size: Positive | None = None
+    num_moe_experts: PositiveInt
+    moe_layer_freq: list[Literal[0, 1]] | PositiveInt = 1
+    moe_ffn_hidden_size: PositiveInt
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
     moe_shared_expert_overlap: bool = False
     moe_router_topk: Annotated[int, Field(gt=0, le=MAX_TOPK)]
-    moe_router_num_groups: Positive | None = None
-    moe_router_group_topk: Positive | None = None
+    moe_router_num_groups: PositiveInt | None = None
+    moe_router_group_topk: PositiveInt | None = None
     moe_router_score_function: Literal["sigmoid", "softmax"] = "softmax"
     moe_router_pre_softmax: bool = False
     moe_router_topk_scaling_factor: PositiveFloat | None = None
@@ -186,11 +191,11 @@ class Train(Section):
     """
 
     device: Literal["cpu", "cuda"]
-    train_iters: Positive
-    global_batch_size: Positive
-    micro_batch_size: Positive
+    train_iters: PositiveInt
+    global_batch_size: PositiveInt
+    micro_batch_size: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    threads_per_rank: Positive = 1
+    threads_per_rank: PositiveInt = 1
     # limit, in seconds, of a rank's wait for others in a collective
     distributed_timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = 300.0
 
@@ -217,8 +222,8 @@ class Scheduler(Section):
     train_iters, so that the first steps of longer and shorter runs are equal."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    lr_warmup_iters: NonNegative = 0
-    lr_decay_iters: Positive
+    lr_warmup_iters: NonNegativeInt = 0
+    lr_decay_iters: PositiveInt
 
     @model_validator(mode="after")
     def _relations(self) -> Scheduler:
@@ -234,7 +239,7 @@ class Ddp(Section):
 
     overlap_grad_reduce: bool = False
     check_for_nan_in_grad: bool = True
-    bucket_size: Positive | None = None
+    bucket_size: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _relations(self) -> Ddp:
@@ -247,7 +252,7 @@ class Dataset(Section):
     tokens of the same document."""
 
     path: str | None = None
-    seq_length: Positive
+    seq_length: PositiveInt
     packed: bool = False
 
 
@@ -260,13 +265,13 @@ class Tokenizer(Section):
 class Checkpoint(Section):
     """Checkpoints. save_interval: in steps; the last step is always saved."""
 
-    save_interval: Positive = 100
+    save_interval: PositiveInt = 100
 
 
 class Logger(Section):
     """The log. log_interval: in steps; loss.csv has all steps."""
 
-    log_interval: Positive = 10
+    log_interval: PositiveInt = 10
 
 
 class Dispatcher(Section):
@@ -284,12 +289,12 @@ class Dispatcher(Section):
     sequences: bool = False
     trace: str | None = None
     timeout: PositiveFloat | None = None
-    row_bytes: Positive | None = None
-    num_sms: Positive | None = None
+    row_bytes: PositiveInt | None = None
+    num_sms: PositiveInt | None = None
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
-    moe_low_latency_max_tokens: Positive | None = None
+    moe_low_latency_max_tokens: PositiveInt | None = None
     moe_chunks: Literal[1, 2] = 1
 
     def settings(self) -> dict[str, Any]:
