@@ -103,7 +103,7 @@ class Chunks:
         chunks = [self._chunk(whole, i, ids[i]) for i in range(n)]
         weights = [chunk.recognize_replay(of) for chunk, of in zip(chunks, weights, strict=True)]
         stream = torch.cuda.current_stream() if hidden_states.is_cuda else None
-        began = _event(stream)
+        began = None if stream is None else stream.record_event()
         for chunk, x in zip(chunks[1:], xs[1:], strict=True):
             # Otherwise the host, when it needs these counts, would wait for the end of the dispatches before.
             overlap.start(chunk.exchange_counts, x, previous_event=began)
@@ -149,10 +149,6 @@ class Chunks:
         """Whether the pass is one of training: Megatron's inference pads, or takes another dispatcher, on all ranks."""
         dispatcher = self._layer.token_dispatcher
         return isinstance(dispatcher, EPTokenDispatcher) and not dispatcher.drop_and_pad
-
-
-def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
 
 
 class DelayedWeights(Function):

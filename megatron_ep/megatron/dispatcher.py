@@ -382,7 +382,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _max_experts(self, routing_map: torch.Tensor) -> int:
         """Returns the largest number of experts of a token, at least moe_router_topk."""
         topk = self.config.moe_router_topk
-        if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph has fixed shapes
+        is_captured = routing_map.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph has fixed shapes
+        if self.trusts_router or routing_map.shape[0] == 0 or is_captured:
             return topk
         return max(topk, int(routing_map.sum(dim=1).amax()))  # the host waits
 
@@ -435,10 +436,6 @@ class EPTokenDispatcher(MoETokenDispatcher):
 def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be {shape}")
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_options(options: Options, config: TransformerConfig) -> None:

@@ -98,8 +98,12 @@ class EPTopKRouter(TopKRouter):
                 drop_policy=self.config.moe_token_drop_policy,
                 pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
             )
-        if balances:
-            weights = self._apply_balancing(weights, routing, padding_mask, seq_length, batch_size)
+        if balances:  # Megatron's auxiliary losses are attached to the weights; their scores and map exclude padding
+            assert routing.aux_scores is not None and routing.aux_map is not None
+            given, padded = (routing.aux_scores, routing.aux_map), padding_mask is not None
+            weights = self._apply_aux_loss(weights, *given, with_padding_mask=padded)
+            weights = self._apply_seq_aux_loss(weights, *given, seq_length, batch_size, with_padding_mask=padded)
+            weights = self._apply_global_aux_loss(weights, *given, with_padding_mask=padded)
         if self.enable_expert_bias and torch.is_grad_enabled():  # Megatron updates the bias by these counts
             is_limited = self.config.moe_expert_capacity_factor is not None
             self.local_tokens_per_expert += chosen.sum(dim=0) if is_limited else routing.tokens_per_expert
@@ -150,22 +154,6 @@ class EPTopKRouter(TopKRouter):
 
         groups = (self.config.moe_router_num_groups, self.config.moe_router_group_topk)
         return self.router_replay.get_replay_topk(logits, self.topk, *groups, choose)[1]
-
-    def _apply_balancing(
-        self,
-        weights: torch.Tensor,
-        routing: Routing,
-        padding_mask: torch.Tensor | None,
-        seq_length: int,
-        batch_size: int,
-    ) -> torch.Tensor:
-        """Attaches Megatron's auxiliary losses to the weights. Their scores and map exclude padding."""
-        scores, chosen = routing.aux_scores, routing.aux_map
-        assert scores is not None and chosen is not None
-        padded = padding_mask is not None
-        weights = self._apply_aux_loss(weights, scores, chosen, with_padding_mask=padded)
-        weights = self._apply_seq_aux_loss(weights, scores, chosen, seq_length, batch_size, with_padding_mask=padded)
-        return self._apply_global_aux_loss(weights, scores, chosen, with_padding_mask=padded)
 
 
 def fused_router(

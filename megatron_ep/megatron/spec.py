@@ -18,7 +18,9 @@ from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 
 
-def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def gpt(
+    config: Any, vp_stage: int | None = None, *, router: Callable[..., TopKRouter] | None = None
+) -> TransformerBlockSubmodules:
     """Returns Megatron's decoder block for this model, with `EPTokenDispatcher` in its MoE layers.
 
     This function does not make the spec of a multi-token-prediction block. A model with mtp_num_layers needs
@@ -26,19 +28,11 @@ def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
 
     config: a TransformerConfig, such as Bridge's providers, or an object with one as `transformer` (Megatron-LM).
     vp_stage: the virtual pipeline stage, if there are several.
+    router: see `ep_layer_spec`.
 
     Raises ValueError if the model has no experts, attention for which Megatron has another block, or mtp_num_layers
     without the plugin.
     """
-    return _gpt(config, vp_stage, None)
-
-
-def gpt_fused_router(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Returns the block of `gpt` with the fused router instead of Megatron's."""
-    return _gpt(config, vp_stage, fused_router)
-
-
-def _gpt(config: Any, vp_stage: int | None, router: Callable[..., TopKRouter] | None) -> TransformerBlockSubmodules:
     config = getattr(config, "transformer", config)
     if config.num_moe_experts is None:
         raise ValueError("num_moe_experts is None: a dense model has nothing to dispatch")
@@ -60,3 +54,8 @@ def _gpt(config: Any, vp_stage: int | None, router: Callable[..., TopKRouter] | 
         vp_stage=vp_stage,
     )
     return ep_layer_spec(spec, router=router, required=False)  # a pipeline stage may have dense layers only
+
+
+def gpt_fused_router(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Returns the block of `gpt` with the fused router instead of Megatron's."""
+    return gpt(config, vp_stage, router=fused_router)

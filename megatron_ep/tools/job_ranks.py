@@ -53,7 +53,11 @@ class JobRanks:
             kind, outcome = ValueError, str(error)
         except Exception as error:
             kind, outcome = RuntimeError, f"{type(error).__name__}: {error}"
-        outcomes = self._gather((kind, outcome))
+        outcomes: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(outcomes, (kind, outcome))
+        except RuntimeError as error:
+            raise EPError(f"rank {self.rank} lost the others: {error}") from error
         for rank, (failed, text) in enumerate(outcomes):
             if failed is not None:
                 raise failed(f"rank {rank}: {text}")
@@ -66,14 +70,6 @@ class JobRanks:
                 f"rank {', '.join(map(str, lacking))} of {self.world_size} has no GPU, the others have one"
             )
         return "cpu" if lacking else "cuda"
-
-    def _gather(self, mine: Any) -> list[Any]:
-        all_of_them: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(all_of_them, mine)
-        except RuntimeError as error:
-            raise EPError(f"rank {self.rank} lost the others: {error}") from error
-        return all_of_them
 
     def __enter__(self) -> JobRanks:
         return self

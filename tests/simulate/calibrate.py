@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = tomllib.load(file)
         entries = found["constants"]
         constants = {name: float(entry["value"]) for name, entry in entries.items()}
-        start = Machine(options.machine.stem, found["sms"], constants, Machine.unknown(), {})
+        start = Machine(options.machine.stem, found["sms"], constants, {}, {})
     except (OSError, KeyError, ValueError) as error:
         print(f"calibrate: {error}", file=sys.stderr)
         return 2

@@ -81,11 +81,6 @@ class Machine:
         """Returns the default machine. uses_network: whether there are several nodes."""
         return Machine.load("h200_cx7" if uses_network else "h200_nvlink")
 
-    @staticmethod
-    def unknown() -> dict[str, HeldOut]:
-        """Returns empty errors, for constants that are being fitted."""
-        return dict.fromkeys(MAX_ERROR, HeldOut(0, 0.0, 0.0, 0.0, ""))
-
     def with_constants(self, **constants: float) -> Machine:
         """Returns a copy with some constants replaced."""
         return dataclasses.replace(self, constants=self.constants | constants)
