@@ -55,9 +55,9 @@ def test_script(arguments: list[str], says: str) -> None:
         assert status == 0 and text.count(says) == 1, text
 
 
-@pytest.mark.parametrize("harness", ["collectivex", "flashinfer"])
-def test_adapter(harness: str) -> None:
-    for status, text in rank_processes.run_ranks([str(ROOT / f"tests/helpers/{harness}_ranks.py")], 2):
+@pytest.mark.parametrize("adapter", ["collectivex", "flashinfer_ep"])
+def test_adapter(adapter: str) -> None:
+    for status, text in rank_processes.run_ranks([ROOT / "tests/helpers/adapter_ranks.py", adapter], 2):
         assert status == 0 and text.count("all rows and sums are right") == 1, text
 
 
