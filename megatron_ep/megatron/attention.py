@@ -173,19 +173,9 @@ class DispatchedCoreAttention(_Dispatched, VarlenAttention):
     config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: see
         Megatron's core attention. Rows move over the DP x CP group of Megatron's `parallel_state`, not over groups of
         pg_collection.
-    core_attention: the core attention that it replaces.
 
-    Raises ValueError if core_attention is not `DotProductAttention`, or `VarlenAttention` does not support the config.
+    Raises ValueError if `VarlenAttention` does not support the config.
     """
-
-    def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
-        kind = _module_of(core_attention)
-        if kind not in (DotProductAttention, VarlenAttention):
-            raise ValueError(
-                f"core_attention is {getattr(kind, '__name__', kind)}, must be DotProductAttention, or Transformer "
-                "Engine's TEDotProductAttention where that is installed: attention on other ranks has no other"
-            )
-        super().__init__(config, **options)
 
 
 @functools.cache
@@ -200,10 +190,6 @@ def _dispatched_te(kind: type) -> type:
             super().__init__(config, attn_mask_type=attn_mask_type, **options)
 
     return DispatchedTEDotProductAttention
-
-
-def _module_of(core_attention: Any) -> Any:
-    return get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
 
 
 def _no_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -221,7 +207,7 @@ def sequence_spec(spec: Spec) -> Spec:
     spec: spec of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions return
         them, or as `ep_layer_spec` returns it.
 
-    Raises ValueError if there is no self-attention in the spec.
+    Raises ValueError if there is no self-attention in the spec, or one has a core attention of another kind.
     """
     return _with_core_attention(spec, _dispatched)
 
@@ -278,14 +264,19 @@ def _self_attention(core_of: Callable[[Any], Any], node: Any) -> Any:
 
 
 def _dispatched(core_attention: Any) -> Any:
-    """Returns a core attention that is balanced over ranks."""
-    kind = _module_of(core_attention)
+    """Returns a core attention that is balanced over ranks. Raises ValueError for one that cannot be."""
+    kind = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
     if isinstance(kind, type) and issubclass(kind, _Dispatched):
         return core_attention
     if te.HAVE_TE and isinstance(kind, type) and issubclass(kind, te.TEDotProductAttention):
         params = core_attention.params if isinstance(core_attention, ModuleSpec) else {}
         return ModuleSpec(module=_dispatched_te(kind), params=params)
-    return ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
+    if kind not in (DotProductAttention, VarlenAttention):
+        raise ValueError(
+            f"core_attention is {getattr(kind, '__name__', kind)}, must be DotProductAttention, or Transformer "
+            "Engine's TEDotProductAttention where that is installed: attention on other ranks has no other"
+        )
+    return ModuleSpec(module=DispatchedCoreAttention)
 
 
 def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:

@@ -91,7 +91,7 @@ def test_attention(dtype, most, heads, kv_heads, width, v_width):
     config, params = make_config(), packed(LENGTHS[rank])
     at_home = VarlenAttention(config)(*leaves, None, packed_seq_params=params)
     expected = [at_home, *torch.autograd.grad((at_home * weight).sum(), leaves)]
-    dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
+    dispatched = DispatchedCoreAttention(config)
     for _ in range(2):  # two layers of one micro-batch
         out = dispatched(*leaves, None, packed_seq_params=params)
         ours = [out, *torch.autograd.grad((out * weight).sum(), leaves)]
@@ -122,9 +122,7 @@ def test_with_context_parallelism():
     expected = VarlenAttention(config)(*leaves, None, packed_seq_params=packed(lengths))
     (expected * whole[3].flatten(1)).sum().backward()
     parallel = dataclasses.replace(config, context_parallel_size=2)
-    out = DispatchedCoreAttention(parallel, core_attention=DotProductAttention)(
-        *parts, None, packed_seq_params=packed(lengths)
-    )
+    out = DispatchedCoreAttention(parallel)(*parts, None, packed_seq_params=packed(lengths))
     (out * own(whole[3]).flatten(1)).sum().backward()
     ours = [out, *(part.grad for part in parts)]
     assert furthest(ours, [own(expected), *(own(leaf.grad) for leaf in leaves)]) < 1e-12
@@ -270,7 +268,7 @@ def test_other_documents_in_the_same_params(how, number):
     made."""
     join_layout(1, 1)
     config, rank = make_config(), dist.get_rank()
-    dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
+    dispatched = DispatchedCoreAttention(config)
     at_home, plans = VarlenAttention(config), []
     generator = torch.Generator().manual_seed(rank)
     with torch.inference_mode(how == "inference"):
@@ -314,7 +312,7 @@ def run_one_mistake(mistake, in_second_layer):
     join_layout(1, 1)
     rows = 2000 if in_second_layer and dist.get_rank() == 2 else 9
     call = {"packed_seq_params": packed([rows]), "attention_bias": None, "rows": rows}
-    dispatched = DispatchedCoreAttention(make_config(), core_attention=DotProductAttention)
+    dispatched = DispatchedCoreAttention(make_config())
     if in_second_layer:
         x = torch.randn(rows, 2, 4)
         dispatched(x, x, x, None, packed_seq_params=call["packed_seq_params"])
@@ -449,7 +447,7 @@ class TEDotProductAttention:
     ("build", "message"),
     [
         (
-            lambda: DispatchedCoreAttention(config_of_one(), core_attention=TEDotProductAttention),
+            lambda: attention._dispatched(TEDotProductAttention),
             "core_attention is TEDotProductAttention, must be DotProductAttention",
         ),
         (lambda: VarlenAttention(config_of_one(attention_dropout=0.1)), "attention_dropout is 0.1, must be 0"),

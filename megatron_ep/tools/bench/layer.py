@@ -192,11 +192,10 @@ def measure(
             if x.dtype == torch.bfloat16:
                 others["low_latency_fp8"] = _steps_of_low_latency(buffer, case, x, topk_idx, fp8="fp32")
         if beside_megatron:
-            measured = _measure_beside_megatron(case, x, topk_idx, weights, others, warmup, iterations)
+            steps = _steps_beside_megatron(stack, case, x, topk_idx, weights)
         else:
-            steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights), **others}
-            measured = _measure_in_turns(steps, warmup, iterations)
-        return measured if size is None else Measured(size, measured.seconds)
+            steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights)}
+        return _measure_in_turns(steps | others, warmup, iterations, size)
 
 
 def crossing_bytes(case: Case, rank: int) -> int:
@@ -227,18 +226,14 @@ def _steps_of_plain_tcp(
     return run_dispatch, run_combine
 
 
-def _measure_beside_megatron(
-    case: Case,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    weights: torch.Tensor,
-    others: dict[str, Steps],
-    warmup: int,
-    iterations: int,
-) -> Measured:
+def _steps_beside_megatron(
+    stack: contextlib.ExitStack, case: Case, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
+) -> dict[str, Steps]:
+    """Returns the steps of our dispatcher and of Megatron's, after a comparison of what they give."""
     from megatron_ep.megatron import equivalence
     from megatron_ep.megatron.dispatcher import close_buffers, configure
 
+    stack.callback(close_buffers)
     equivalence.join_layout(tensor_parallel_size=1, expert_parallel_size=case.world_size)
     configure(ep.Topology(case.nodes, case.ranks_per_node))
     config = equivalence.make_config(
@@ -256,10 +251,7 @@ def _measure_beside_megatron(
         for name in equivalence.DISPATCHERS
     }
     _check_equal(steps)
-    try:
-        return _measure_in_turns(steps | others, warmup, iterations)
-    finally:
-        close_buffers()
+    return steps
 
 
 def _steps_of_buffer(buffer: ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Steps:
@@ -320,13 +312,14 @@ def _check_equal(steps: dict[str, Steps]) -> None:
     torch.testing.assert_close(combine(rows), their_combine(their_rows), rtol=tolerance, atol=tolerance)
 
 
-def _measure_in_turns(steps: dict[str, Steps], warmup: int, iterations: int) -> Measured:
+def _measure_in_turns(steps: dict[str, Steps], warmup: int, iterations: int, size: int | None) -> Measured:
+    """Measures the steps, and a copy of the rows. size: bytes of a step; None: those of the rows."""
     dispatch, combine = steps["ours"]
     rows = dispatch()
     combine(rows)
     source, target = torch.zeros_like(rows), torch.zeros_like(rows)
     steps = {**steps, "memcpy": (lambda: target.copy_(source), source.copy_)}
-    size = rows.nbytes
+    size = rows.nbytes if size is None else size
     del rows
     timers = {
         (name, phase): timer
