@@ -214,8 +214,8 @@ class ElasticBuffer(OverInstances):
                 require_int("num_sms", num_sms, 0, MAX_CHANNELS)
                 least, most = (0, MAX_ROWS) if has_counts else (1, MAX_ROWS // self.num_ranks)
                 require_int("num_max_tokens_per_rank", tokens, least, most)
-                width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
-                buffer, limit = instances.normal(device_of(x), num_experts, num_sms or None, width)
+                device, combined = device_of(x), torch.float32 if self._rounds_once else torch.bfloat16
+                buffer, limit = instances.normal(device, num_experts, num_sms or None, row_bytes(x, combined))
 
         def call() -> tuple[Received, Routes, torch.Tensor | None]:
             wait_for(previous_event_before_epilogue)

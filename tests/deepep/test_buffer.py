@@ -394,6 +394,7 @@ def test_one_rank_s_mistake_reaches_the_others():
         ("low_latency_dispatch", {"num_max_dispatch_tokens_per_rank": 0}, "num_max_dispatch_tokens_per_rank is 0"),
         ("low_latency_combine", {"handle": None}, "handle is a NoneType, must be of low_latency_dispatch"),
         ("elastic dispatch", {"num_experts": 0}, "num_experts is 0"),
+        ("elastic dispatch", {"x": None}, "x is a NoneType, must be a tensor"),
         ("elastic combine", {"handle": None}, "handle is a NoneType, must be of a dispatch"),
     ],
 )
