@@ -3,8 +3,11 @@
 Two ranks, a process each, on two GPUs where there are two.
 """
 
+import functools
+
 import pytest
 import torch
+from graphs import captured
 from run_on import run_on
 from skips import missing
 
@@ -106,15 +109,7 @@ def test_a_layer_decodes_in_a_graph(kind, settings):
         utils.set_decode_expert_padding(layer, False)
     with configured(**settings, **{MOST: BATCH}):
         layer, x = make_layer(layer.state_dict()), steps[0].clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run(layer, x)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, calls = run(layer, x)
+        graph, (output, calls) = captured(functools.partial(run, layer, x))
         assert calls == (0, 1)
         for step, result in zip(steps, expected, strict=True):
             x.copy_(step)

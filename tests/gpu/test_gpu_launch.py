@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from graphs import captured
 
 import megatron_ep as ep
 from megatron_ep import _C
@@ -49,17 +50,12 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass, n
         x, ids, weights = inputs(world)
         options = {"buffer": cluster, "max_recv_tokens": size, "layout": layout}
 
+        @torch.no_grad()
         def step():
             rows = ep.dispatch(x, ids, weights, **options)
             return rows, ep.dispatch(x, handle=rows.handle), ep.combine(rows.x, rows.handle)
 
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), torch.no_grad():
-            step()
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
-            rows, again, y = step()
+        graph, (rows, again, y) = captured(step)
         for seed in range(1, 6):
             for now in (seed + 10, seed):  # twice with nothing between that is not of the graph
                 for static, new in zip(

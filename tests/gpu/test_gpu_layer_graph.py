@@ -5,6 +5,7 @@ Two ranks, a process each, on two GPUs where there are two.
 
 import pytest
 import torch
+from graphs import captured
 from run_on import run_on
 from skips import missing
 
@@ -45,19 +46,12 @@ def inputs(config, seed):
 def capture(layer, x, grad):
     from gpu_layers import fresh, step
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            fresh(layer, x)
-            step(layer, x, grad)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    fresh(layer, x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def whole_step():
         results = step(layer, x, grad)
-    return graph, results
+        fresh(layer, x)
+        return results
+
+    return captured(whole_step, 2)
 
 
 def replay_with_other_tokens(kind, router, factors, settings, options):
@@ -71,7 +65,7 @@ def replay_with_other_tokens(kind, router, factors, settings, options):
         config = make_config(**options)
         layer = make_layer(kind, config, router)
         x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-        graph, captured = capture(layer, x, grad)
+        graph, outputs = capture(layer, x, grad)
         manager, counts = layer.token_dispatcher._comm_manager, set()
         # bf16; or what is left of products of fp32, which Transformer Engine computes in TF32
         tolerance = 2e-2 if kind == "GroupedExperts" else 1e-3 if missing("transformer_engine") is None else 1e-4
@@ -80,7 +74,7 @@ def replay_with_other_tokens(kind, router, factors, settings, options):
                 x.copy_(inputs(config, seed))
             graph.replay()
             torch.cuda.synchronize()
-            results = [part.clone() for part in captured]
+            results = [part.clone() for part in outputs]
             for factor in factors:
                 manager.moe_expert_rank_capacity_factor = factor
                 leaf = x.detach().clone().requires_grad_()
@@ -95,7 +89,7 @@ def replay_with_other_tokens(kind, router, factors, settings, options):
                 torch.cuda.synchronize()
         raise_if_failed()
         assert len(counts) == (1 if kind == "SequentialMLP" else 5), "the routing did not change, or the padding did"
-        del graph, captured
+        del graph, outputs
 
 
 WITHOUT_COUNTS = (4.0, None)  # without a graph; and with rows as many as come
@@ -131,7 +125,7 @@ def overflow_in_a_graph(factor):
         config = make_config()
         layer = make_layer("CountedExperts", config)
         x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
-        graph, captured = capture(layer, x, grad)
+        graph, outputs = capture(layer, x, grad)
         dispatcher = layer.token_dispatcher
         torch.cuda.synchronize()
         dispatcher.reset_over_budget()
@@ -139,7 +133,7 @@ def overflow_in_a_graph(factor):
         graph.replay()
         torch.cuda.synchronize()
         over = bool(dispatcher.check_over_budget())
-        assert captured[0].isnan().any(), "of some tokens, wherever the rows were too few"
+        assert outputs[0].isnan().any(), "of some tokens, wherever the rows were too few"
         torch.distributed.barrier()
         try:
             ep.raise_if_failed()
@@ -153,7 +147,7 @@ def overflow_in_a_graph(factor):
         if not told:
             with pytest.raises(ep.EPAbortError):
                 ep.raise_if_failed()
-        del graph, captured
+        del graph, outputs
     return over
 
 

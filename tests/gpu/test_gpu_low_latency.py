@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from graphs import captured
 
 import megatron_ep as ep
 from megatron_ep import float8, reference
@@ -29,21 +30,11 @@ def assert_thrice(y, x):
         assert torch.equal(a, 3 * b)
 
 
-def captured(step):
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side), torch.no_grad():
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        result = step()
-    return graph, result
-
-
 def test_fp8_in_a_graph_and_backward():
     cluster, low_latency = cluster_of_four()
     x, ids = inputs(7)
 
+    @torch.no_grad()
     def step():
         received = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column", recv_rows=counts, recv_wait_ns=waits)
         return received.x, received.scales, received.handle
@@ -83,6 +74,7 @@ def test_a_graph_outlives_the_buffer():
     cluster, low_latency = cluster_of_four()
     x, ids = inputs(0)
 
+    @torch.no_grad()
     def step(mode):
         received, hook = mode.dispatch(x, ids, return_recv_hook=True)
         hook()
@@ -108,6 +100,7 @@ def test_graphs_in_any_mix():
     cluster, low_latency = cluster_of_four()
     x, ids = inputs(0)
 
+    @torch.no_grad()
     def step(calls):
         results = []
         for _ in range(calls):
@@ -144,6 +137,7 @@ def test_masks_in_a_graph():
     cluster, low_latency = cluster_of_four(nodes=1, on_dead_rank="mask")
     x, ids = inputs(0)
 
+    @torch.no_grad()
     def step():
         received = low_latency.dispatch(x, ids)
         return low_latency.combine(received.x, received.handle)
