@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import time
 from datetime import timedelta
@@ -40,72 +41,68 @@ def group_of(size):
     return groups[dist.get_rank() // size]
 
 
-def in_groups(check, size, ranks_per_node=None, device="cpu", **settings):
+def in_groups(check, size, ranks_per_node=None, device="cpu", settings=None):
     """On all ranks of a job, in groups of so many."""
     if device == "cuda":
         device = f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    with checks.nodes_of(ranks_per_node):
-        return check(group_of(size), torch.device(device), **settings)
-
-
-def with_rows_of(hidden, check, *arguments):
-    """As `in_groups`, with such rows."""
-    return in_groups(check, *arguments, hidden=hidden)
+    variables = {} if ranks_per_node is None else {nodes.VARIABLE: str(ranks_per_node)}
+    with mock.patch.dict(os.environ, variables):
+        check(group_of(size), torch.device(device), **(settings or {}))
 
 
 def on_nodes(check, size, ranks_per_node):
     """For a check that looks how many nodes there are."""
-    return in_groups(check, size, ranks_per_node, nodes=size // ranks_per_node)
+    in_groups(check, size, ranks_per_node, settings={"nodes": size // ranks_per_node})
 
 
 def between_machines(check, size, ranks_per_machine):
     """The same over TCP."""
     with machines_of(ranks_per_machine):
-        return in_groups(check, size, nodes=size // ranks_per_machine)
+        in_groups(check, size, settings={"nodes": size // ranks_per_machine})
 
 
-@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
-@pytest.mark.parametrize("hidden", [72, 2048])
-def test_normal_mode(four_ranks, size, ranks_per_node, hidden, device):
-    assert all(four_ranks.run(with_rows_of, hidden, checks.check_normal, size, ranks_per_node, device))
+GROUPS = [(1, None), (2, None), (4, None), (4, 2)]  # ranks of a group and of a node
 
 
-def test_normal_mode_of_four_nodes(four_ranks):
-    assert all(four_ranks.run(in_groups, checks.check_normal, 4, 1))
+@pytest.mark.parametrize(
+    ("check", "size", "ranks_per_node", "settings"),
+    [
+        *((checks.check_normal, *ranks, {"hidden": hidden}) for ranks in GROUPS for hidden in (72, 2048)),
+        *((checks.check_float8, size, None, {}) for size in (2, 4)),
+        (checks.check_sms, 2, None, {}),
+        *((checks.check_low_latency, size, None, {}) for size in (1, 2, 4)),
+        (checks.check_masks, 4, None, {}),
+        *((elastic.check_elastic, *ranks, {}) for ranks in GROUPS),
+    ],
+)
+def test_on_any_device(four_ranks, check, size, ranks_per_node, settings, device):
+    four_ranks.run(in_groups, check, size, ranks_per_node, device, settings)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_float8_and_repeated_experts(four_ranks, size, device):
-    assert all(four_ranks.run(in_groups, checks.check_float8, size, None, device))
-
-
-def test_number_of_sms(four_ranks, device):
-    assert all(four_ranks.run(in_groups, checks.check_sms, 2, None, device))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_low_latency_mode(four_ranks, size, device):
-    assert all(four_ranks.run(in_groups, checks.check_low_latency, size, None, device))
-
-
-@pytest.mark.parametrize("ranks", [on_nodes, between_machines])
-@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (4, 1)])
-def test_low_latency_mode_over_nodes(four_ranks, ranks, size, per_node):
-    assert all(four_ranks.run(ranks, checks.check_low_latency, size, per_node))
-
-
-def test_low_latency_calls_of_many_sizes_share_one_mode(four_ranks):
-    assert all(four_ranks.run(in_groups, checks.check_sizes, 4))
-
-
-def test_masked_ranks(four_ranks, device):
-    assert all(four_ranks.run(in_groups, checks.check_masks, 4, None, device))
+@pytest.mark.parametrize(
+    ("check", "ranks_per_node"),
+    [
+        (checks.check_normal, 1),
+        (checks.check_sizes, None),
+        (elastic.check_rounded_once, None),
+        (elastic.check_rounded_once, 2),
+    ],
+)
+def test_on_the_host(four_ranks, check, ranks_per_node):
+    four_ranks.run(in_groups, check, 4, ranks_per_node)
 
 
 @pytest.mark.parametrize("ranks", [on_nodes, between_machines])
-def test_masked_ranks_of_two_nodes(four_ranks, ranks):
-    assert all(four_ranks.run(ranks, checks.check_masks, 4, 2))
+@pytest.mark.parametrize(
+    ("check", "size", "per_node"),
+    [
+        *((checks.check_low_latency, *ranks) for ranks in ((2, 1), (4, 2), (4, 1))),
+        (checks.check_masks, 4, 2),
+    ],
+)
+def test_few_tokens_over_nodes(four_ranks, ranks, check, size, per_node):
+    four_ranks.run(ranks, check, size, per_node)
 
 
 @run_on("four_ranks")
@@ -143,20 +140,10 @@ def test_a_rank_that_stays_away_is_not_taken_back():
     buffer.destroy()
 
 
-@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_elastic_buffer(four_ranks, size, ranks_per_node, device):
-    assert all(four_ranks.run(in_groups, elastic.check_elastic, size, ranks_per_node, device))
-
-
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_sums_of_an_elastic_buffer_that_are_rounded_once(four_ranks, ranks_per_node):
-    assert all(four_ranks.run(in_groups, elastic.check_rounded_once, 4, ranks_per_node))
-
-
 def test_eight_ranks():
     with LocalRanks(8, 120) as ranks:
-        assert all(ranks.run(in_groups, checks.check_normal, 8, 4))
-        assert all(ranks.run(between_machines, checks.check_low_latency, 8, 4))
+        ranks.run(in_groups, checks.check_normal, 8, 4)
+        ranks.run(between_machines, checks.check_low_latency, 8, 4)
 
 
 class OneRank:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nightly import at_night
+from run_on import run_on
 from skips import missing
 
 import megatron_ep.deep_ep
@@ -30,7 +31,10 @@ def fused_a2a():
     return module
 
 
-def whole_layer(options):
+@pytest.mark.numerical
+@pytest.mark.parametrize("options", [{}, RECOMPUTE], ids=["plain", "recompute"])
+@run_on("four_ranks")
+def test_flex_layer(options):
     """A MoE layer with Megatron's flex dispatcher over ours, and with its all-to-all: outputs and all gradients."""
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -63,13 +67,6 @@ def whole_layer(options):
             y.backward(grad)
             results.append([y.detach(), x.grad, *(p.grad for _, p in sorted(layer.named_parameters()))])
     torch.testing.assert_close(*results)
-    return True
-
-
-@pytest.mark.numerical
-@pytest.mark.parametrize("options", [{}, RECOMPUTE], ids=["plain", "recompute"])
-def test_flex_layer(four_ranks, options):
-    assert all(four_ranks.run(whole_layer, options))
 
 
 @contextlib.contextmanager
@@ -134,7 +131,10 @@ def train_model(dispatcher, overlaps, options):
     return [loss["loss"] for loss in losses], dict(model.named_parameters()), both
 
 
-def overlapped_model(options):
+@pytest.mark.numerical
+@pytest.mark.parametrize("options", [at_night({}), SHARED], ids=["plain", "shared experts"])
+@run_on("four_ranks")
+def test_overlapped_model(options):
     """1F1B overlap with Megatron's flex dispatcher over ours, and one microbatch after the other with its
     all-to-all."""
     from megatron.core.transformer.moe import token_dispatcher
@@ -152,10 +152,3 @@ def overlapped_model(options):
     for name, parameter in parameters.items():
         assert parameter.grad.any(), name
         torch.testing.assert_close(overlapped_parameters[name].grad, parameter.grad)
-    return True
-
-
-@pytest.mark.numerical
-@pytest.mark.parametrize("options", [at_night({}), SHARED], ids=["plain", "shared experts"])
-def test_overlapped_model(four_ranks, options):
-    assert all(four_ranks.run(overlapped_model, options))

@@ -3,27 +3,12 @@
 What all ranks send follows from seeds, so every rank knows what it must receive.
 """
 
-import contextlib
-import os
-
 import torch
 import torch.distributed as dist
 
 from megatron_ep import reference
 from megatron_ep.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from megatron_ep.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
-from megatron_ep.meeting.nodes import VARIABLE
-
-
-@contextlib.contextmanager
-def nodes_of(ranks_per_node):
-    """Buffers that are made meanwhile have nodes of so many ranks; None: as they come."""
-    if ranks_per_node is not None:
-        os.environ[VARIABLE] = str(ranks_per_node)
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE, None)
 
 
 class Inputs:
@@ -65,7 +50,6 @@ def check_normal(group, device, hidden=72, tokens=(5, 0, 40, 17), **settings):
         _check_one(buffer, given, rank, device, is_async=seed == 1, alignment=(1, 4, 1)[seed], **settings)
     buffer.destroy()
     buffer.destroy()
-    return True
 
 
 def _check_one(buffer, given, rank, device, is_async, alignment, config=None):
@@ -176,14 +160,13 @@ def check_float8(group, device):
     same(ids, e_ids[rank], "ids, int32")
     assert numbers == counts[rank].tolist() and len(got[1]) == len(e_x[rank])
     buffer.destroy()
-    return True
 
 
 def check_sms(group, device):
     """Of a class-wide number, and of a config."""
     Buffer.set_num_sms(4)
     try:
-        return check_normal(group, device, tokens=(3, 1), config=Config(2, 4, 8))
+        check_normal(group, device, tokens=(3, 1), config=Config(2, 4, 8))
     finally:
         Buffer.set_num_sms(20)
 
@@ -243,7 +226,6 @@ def check_low_latency(group, device, hidden=512, most=8, fp8=True, nodes=1):
     exact = given.x[rank].float() * given.weights[rank].masked_fill(fewer.cpu() < 0, 0).sum(1, True)
     torch.testing.assert_close(y.cpu().float(), exact, rtol=0.08, atol=0.02)
     buffer.destroy()
-    return True
 
 
 def check_sizes(group, device):
@@ -262,7 +244,6 @@ def check_sizes(group, device):
         assert torch.equal(buffer.low_latency_combine(rows, ids, weights, handle)[0], x)
         assert [low_latency.max_tokens for low_latency in buffer.runtime.all_low_latency()] == [tokens]
     buffer.destroy()
-    return True
 
 
 def cast_back(rows):
@@ -351,4 +332,3 @@ def check_masks(group, device, nodes=1):
     assert status() == [0] * world
     round_trip()
     buffer.destroy()
-    return True
