@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from generation import MODEL, counted, generate, make_engine, make_model
 from megatron.core.inference import utils
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from shared_settings import configured
@@ -34,8 +35,6 @@ W, MOST = 4, "moe_low_latency_max_tokens"
 @pytest.mark.parametrize("pads", [True, at_night(False)])
 @run_on("four_ranks")
 def test_generates_the_same_tokens_as_megatrons_all_to_all(pads):
-    from generation import MODEL, counted, generate, make_engine, make_model
-
     join_layout(1, W)
     options = {**MODEL, "params_dtype": torch.float32, "moe_router_dtype": "fp32"}
     config, rank = make_config(**options), dist.get_rank()
@@ -77,8 +76,6 @@ def decode(layer, x):
 
 
 def step(layer, x):
-    from generation import counted
-
     factor = layer.config.num_moe_experts / layer.config.moe_router_topk
     with torch.inference_mode(), counted() as calls:
         utils.set_decode_expert_padding(layer, True, capacity_factor=factor)
@@ -175,8 +172,6 @@ def test_chooses_the_mode_by_what_all_ranks_share():
         full, calls = decode(layer, tokens(config, 6))
         assert calls == (0, 1)
         assert decode(layer, tokens(config, 7))[1] == (1, 0), "longer than the largest step"
-        from generation import counted
-
         with counted() as calls, torch.no_grad():
             expected, _ = layer(tokens(config, 6))
         assert (calls.rings, calls.one_hop) == (1, 0), "no padding for decoding"

@@ -124,15 +124,20 @@ def test_too_few_rows_are_told(is_megatrons):
                 ep.raise_if_failed()
 
 
+def received_by_one(cluster, most):
+    """Of three rows so many, as a rank by itself has them."""
+    ids = [torch.tensor([[0], [1], [1]])]
+    received = ep.dispatch([torch.ones(3, 4)], ids, [torch.ones(3, 1)], buffer=cluster, max_recv_tokens=most)
+    parts = {name: getattr(received, name)[0] for name in ("x", "probs", "tokens_per_expert", "overflow")}
+    return dataclasses.replace(received, **parts)
+
+
 def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
     limit = row_limit.RowLimit("the rows were too few")
     with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
-        received = ep.dispatch(
-            [torch.ones(3, 4)], [torch.tensor([[0], [1], [1]])], [torch.ones(3, 1)], buffer=cluster, max_recv_tokens=2
-        )
-        parts = {name: getattr(received, name)[0] for name in ("x", "probs", "tokens_per_expert", "overflow")}
-        assert limit.admit(dataclasses.replace(received, **parts)).isnan().all()
-        assert row_limit.counts_within(parts["tokens_per_expert"], 2).tolist() == [1, 1]
+        received = received_by_one(cluster, 2)
+        assert limit.admit(received).isnan().all()
+        assert row_limit.counts_within(received.tokens_per_expert, 2).tolist() == [1, 1]
         with pytest.raises(ep.EPOverflowError, match="the rows were too few") as caught, row_limit.explained():
             raise ValueError("NaN in the loss")
         assert str(caught.value.__cause__) == "NaN in the loss"
@@ -155,11 +160,7 @@ def test_all_layers_are_asked_at_once(monkeypatch):
     with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
         monkeypatch.setattr(cluster._group, "synchronize", lambda: waits.append("launches"))
         for most, limit in enumerate(limits):
-            choices = [torch.tensor([[0], [1], [1]])]
-            received = ep.dispatch(
-                [torch.ones(3, 4)], choices, [torch.ones(3, 1)], buffer=cluster, max_recv_tokens=most + 1
-            )
-            limit.admit(dataclasses.replace(received, probs=received.probs[0], overflow=received.overflow[0]))
+            limit.admit(received_by_one(cluster, most + 1))
 
         class Reads(TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):

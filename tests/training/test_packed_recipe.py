@@ -14,7 +14,7 @@ from run_on import run_on
 from megatron_ep.megatron.attention import DispatchedCoreAttention, VarlenAttention
 from megatron_ep.megatron.equivalence import join_layout
 from megatron_ep.megatron.shared_buffers import close_buffers
-from megatron_ep.training import data, recipe, script_flags, script_recipe
+from megatron_ep.training import data, recipe
 from megatron_ep.training.loop import _forward_step
 from megatron_ep.training.model import build_model, build_optimizer
 
@@ -28,30 +28,6 @@ def test_documents_end_with_their_token():
     assert data.document_bounds(torch.tensor([1, 2, end])).tolist() == [0, 3]
     assert data.document_bounds(torch.tensor([1, 2])).tolist() == [0, 2]
     assert data.document_bounds(torch.tensor([end])).tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("dataset.packed=true", "train.micro_batch_size=2"),
-            "dataset.packed is true, train.micro_batch_size must be 1",
-        ),
-        (("dispatcher.sequences=true",), "dispatcher.sequences is true, dataset.packed must be, too"),
-        ((*PACKED, "dispatcher.sequences=true", "dispatcher.type=alltoall"), "sequences is true, must be false with"),
-    ],
-)
-def test_what_contradicts_is_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        recipe.load(TINY, overrides)
-
-
-def test_a_script_is_told():
-    real = TINY.parent / "qwen3_30b_a3b.yaml"
-    for kind in ("transformer_engine", "local"):
-        loaded = script_recipe.load(real, ["dispatcher.sequences=true", f"model.transformer_impl={kind}"])
-        assert "--ep-sequences" in script_flags.ep_flags(loaded)
-    assert "--ep-sequences" not in script_flags.ep_flags(script_recipe.load(real))
 
 
 @pytest.mark.numerical

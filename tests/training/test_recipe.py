@@ -97,6 +97,7 @@ def test_all_faults_are_reported_at_once(write):
         ("dispatcher.type=alltoall", lambda r: r.dispatcher.type == "alltoall"),
         ("dispatcher.moe_dispatch_fwd_dtype=fp8", lambda r: r.dispatcher.settings()["moe_dispatch_fwd_dtype"] == "fp8"),
         ('dataset.path="a=b: c.txt"', lambda r: r.dataset.path == "a=b: c.txt"),
+        ("model.moe_shared_expert_overlap=true", lambda r: r.model.moe_shared_expert_overlap),
         ("ddp.overlap_grad_reduce=true", lambda r: r.ddp.overlap_grad_reduce),  # a section that the file does not have
     ],
 )
@@ -167,25 +168,34 @@ def test_wrong_values_are_explained(override, words):
         assert word in message
 
 
-def test_shared_experts_overlap_what_can_be_overlapped():
-    overlap = "model.moe_shared_expert_overlap=true"
-    assert recipe.load(TINY, [overlap]).model.moe_shared_expert_overlap
-    assert "must be false with dispatcher.type allgather" in fault(TINY, overlap, "dispatcher.type=allgather")
-    assert "needs moe_shared_expert" in fault(TINY, overlap, "model.moe_shared_expert_intermediate_size=null")
-
-
-def test_one_softmax_expert_is_scored_before_it_is_chosen():
-    overrides = (
-        *("model.moe_router_topk=1", "model.moe_router_group_topk=null", "model.moe_router_num_groups=null"),
-        *("model.moe_router_score_function=softmax", "model.moe_router_enable_expert_bias=false"),
-    )
-    assert "needs moe_router_pre_softmax" in fault(TINY, *overrides)
-
-
-def test_no_overlapped_reduction_on_a_gpu():
-    overrides = ["ddp.overlap_grad_reduce=true"]
-    assert recipe.load(TINY, overrides).ddp.overlap_grad_reduce
-    assert "ddp.overlap_grad_reduce is true, must be false" in fault(TINY, *overrides, "train.device=cuda")
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            "model.moe_shared_expert_overlap=true dispatcher.type=allgather",
+            "must be false with dispatcher.type allgather",
+        ),
+        (
+            "model.moe_shared_expert_overlap=true model.moe_shared_expert_intermediate_size=null",
+            "needs moe_shared_expert",
+        ),
+        (
+            "model.moe_router_topk=1 model.moe_router_group_topk=null model.moe_router_num_groups=null "
+            "model.moe_router_score_function=softmax model.moe_router_enable_expert_bias=false",
+            "needs moe_router_pre_softmax",
+        ),
+        ("ddp.overlap_grad_reduce=true train.device=cuda", "ddp.overlap_grad_reduce is true, must be false"),
+        ("dataset.packed=true train.micro_batch_size=2", "dataset.packed is true, train.micro_batch_size must be 1"),
+        ("dispatcher.sequences=true", "dispatcher.sequences is true, dataset.packed must be, too"),
+        (
+            "dataset.packed=true train.micro_batch_size=1 dispatcher.sequences=true dispatcher.type=alltoall",
+            "sequences is true, must be false with",
+        ),
+        ("dispatcher.trace=here dispatcher.type=alltoall", "trace is here, which needs type ep, got alltoall"),
+    ],
+)
+def test_what_contradicts_is_explained(overrides, words):
+    assert words in fault(TINY, *overrides.split())
 
 
 def test_the_recipes_for_host_and_gpu_are_one_model():

@@ -155,6 +155,21 @@ def test_the_options_of_pretrain():
     assert parsed["ep_moe_low_latency_max_tokens"] == 64
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("dispatcher.trace=runs/trace", ["--ep-trace", "runs/trace"]),
+        ("dispatcher.sequences=true", ["--ep-sequences"]),
+        ("model.transformer_impl=local", []),
+    ],
+)
+def test_what_is_not_asked_for_is_not_told(change, words):
+    real = ROOT / "recipes" / "qwen3_30b_a3b.yaml"
+    plain = script_flags.ep_flags(script_recipe.load(real))
+    told = script_flags.ep_flags(script_recipe.load(real, [change]))
+    assert [word for word in told if word not in plain] == words and set(plain) <= set(told)
+
+
 @pytest.mark.parametrize(("setting", "value"), [("row_bytes", 16384), ("timeout", 1.5)])
 def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])

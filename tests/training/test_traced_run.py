@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_ep.cli import main as cli
 from megatron_ep.tools.balance import trace
-from megatron_ep.training import recipe, script_flags, script_recipe
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
 TOKENS, TOPK = 4 * 128, 4  # a rank and micro-batch, of the recipe
@@ -42,15 +41,3 @@ def test_a_run_is_recorded(tmp_path, capsys):
     spread = group.counts.sum(axis=1).reshape(-1, 4, 4).sum(axis=2)
     second = (spread.max(axis=1) / spread.mean(axis=1))[group.layers == 2]
     assert f"{np.median(second):.3f}" in next(line for line in text.splitlines() if line.startswith("       2"))
-
-
-def test_the_key_reaches_a_script():
-    real = training_runs.RECIPES / "qwen3_30b_a3b.yaml"
-    words = script_flags.ep_flags(script_recipe.load(real, ["dispatcher.trace=runs/trace"]))
-    assert words[words.index("--ep-trace") + 1] == "runs/trace"
-    assert "--ep-trace" not in script_flags.ep_flags(script_recipe.load(real))
-
-
-def test_another_dispatcher_records_nothing():
-    with pytest.raises(ValueError, match="trace is here, which needs type ep, got alltoall"):
-        recipe.load(TINY, ["dispatcher.trace=here", "dispatcher.type=alltoall"])
