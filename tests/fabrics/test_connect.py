@@ -162,21 +162,16 @@ class Memory:
         return self.group.encode()
 
 
-def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
-    """By the buffers that this rank is a member of."""
-    seen = []
+@run_on("ranks")
+def test_memory_is_reused_by_the_same_processes_only() -> None:
+    names = {}
     with ranks_with(""):
-        for these in members:
+        for these in ((0, 1), (0, 2), (0, 1), (0, 1, 2)):
             if dist.get_rank() in these:
                 memories = connected(rendezvous_of(these)).launcher.memories
-                assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
-                seen.append(memories[0].group)
-    return seen
-
-
-def test_memory_is_reused_by_the_same_processes_only(ranks) -> None:
-    names, *_ = ranks.run(groups_of_memories, (0, 1), (0, 2), (0, 1), (0, 1, 2))
-    assert names[0] == names[2] and len(set(names)) == 3
+                [name] = {memory.group for memory in memories}  # which members of a buffer name alike
+                assert names.setdefault(these, name) == name
+    assert len(set(names.values())) == len(names)
 
 
 class MemoryLeftOver:
@@ -241,10 +236,14 @@ def gpus_with(pairs: set[tuple[int, int]], sees: int = W):
 ALL_BUT_1_AND_2 = {(0, 1), (1, 0), (0, 2), (2, 0), (2, 1)}
 
 
-def run_without_atomics() -> str:
-    rank = dist.get_rank()
+@run_on("ranks")
+def test_gpus_without_native_atomics_are_named_on_all_ranks() -> None:
+    one_side = "rank 1 on GPU-1 and rank 2 on GPU-2 cannot share memory: these GPUs have no native atomics on each"
+    other_side, rank = "rank 2 on GPU-2 and rank 1 on GPU-1 cannot share memory", dist.get_rank()
+    first = rf"({one_side}|{other_side}).*MEGATRON_EP_FABRIC=nvshmem, nccl or tcp"
+    says = (first, f"^{one_side}", f"^{other_side}")
     with gpus_with(ALL_BUT_1_AND_2):
-        with ranks_with(""), pytest.raises(ep.EPError) as refused:
+        with ranks_with(""), pytest.raises(ep.EPError, match=says[rank]):
             connected(rendezvous_of(), gpu=f"GPU-{rank}")
         with ranks_with(""):  # on one GPU
             connected(rendezvous_of(), gpu="GPU-1")
@@ -254,17 +253,6 @@ def run_without_atomics() -> str:
                 connected(rendezvous_of(), gpu=f"GPU-{rank}", ranks_per_node=ranks_per_node)
     with ranks_with(""), gpus_with(set(), sees=1):  # whose processes see one each
         connected(rendezvous_of(), gpu=f"GPU-{rank}")
-    return str(refused.value)
-
-
-def test_gpus_without_native_atomics_are_named_on_all_ranks(ranks) -> None:
-    one_side = (
-        "rank 1 on GPU-1 and rank 2 on GPU-2 cannot share memory: these GPUs have no native atomics on each other's"
-    )
-    other_side = "rank 2 on GPU-2 and rank 1 on GPU-1 cannot share memory"
-    first, second, third = ranks.run(run_without_atomics)
-    assert (one_side in first or other_side in first) and "MEGATRON_EP_FABRIC=nvshmem, nccl or tcp" in first
-    assert second.startswith(one_side) and third.startswith(other_side)
 
 
 def test_the_report_names_gpus_without_native_atomics() -> None:
