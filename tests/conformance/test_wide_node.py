@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import assert_all_equal
+from cases import assert_all_equal, drawn
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -20,11 +20,9 @@ def cluster(request):
 
 @pytest.fixture(scope="module")
 def sent(cluster):
-    generator, world = torch.Generator().manual_seed(0), cluster.topology.world_size
+    world = cluster.topology.world_size
     tokens = [rank % (MAX_TOKENS + 1) for rank in range(world)]
-    ids = [torch.rand(t, 2 * world, generator=generator).topk(TOPK).indices for t in tokens]
-    x = [torch.randint(-9, 9, (t, HIDDEN), generator=generator).float() for t in tokens]
-    return x, ids, [torch.rand(t, TOPK, generator=generator) for t in tokens]
+    return drawn(tokens, 2 * world, TOPK, HIDDEN, is_whole=True)
 
 
 def test_normal(cluster, sent, lines):

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import drawn
 from host_backends import LateBackend, with_backend
 
 import megatron_ep as ep
@@ -22,12 +23,8 @@ E, T, H, K = 4, 6, 256, 2
 CONFIG = ep.Config(num_experts=E, tuning=ep.Tuning(nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10))
 
 
-def inputs(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    x = [torch.randn(T, H, generator=generator).to(dtype) for _ in range(2)]
-    ids = [torch.rand(T, E, generator=generator).topk(K, dim=1).indices for _ in range(2)]
-    weights = [torch.rand(T, K, generator=generator) for _ in range(2)]
-    return x, ids, weights
+def inputs():
+    return drawn([T] * 2, E, K, H)
 
 
 @functools.cache

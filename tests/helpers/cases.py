@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -38,6 +39,18 @@ def filled(rows: torch.Tensor, counts: torch.Tensor, capacity: int | None) -> to
     expert, number = torch.arange(len(rows)) // capacity, torch.arange(len(rows)) % capacity
     last = len(counts) - 1
     return rows[((expert <= last) & (number < counts[expert.clamp(max=last)])).to(rows.device)]
+
+
+def drawn(
+    tokens: Sequence[int], experts: int, topk: int, hidden: int, seed: int = 0, is_whole: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Rows, ids and weights of ranks with so many tokens each. is_whole: rows whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = [torch.randn(t, hidden, generator=generator) for t in tokens]
+    if is_whole:
+        x = [torch.randint(-8, 9, rows.shape, generator=generator).float() for rows in x]
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
 
 
 def need_sums(dtype: torch.dtype, device: str) -> None:

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from cards import cards_with
+from cases import drawn
 from forced_machines import machines_of
 from process_cases import SIZES, check_cases, check_low_latency_cases
 
@@ -28,13 +28,8 @@ def between_machines(fabric: str, function: Callable[..., Any], *arguments: Any)
         return function(*arguments)
 
 
-def inputs(hidden: int, dtype: torch.dtype, tokens=(37, 0, 1, 130)):
-    generator = torch.Generator().manual_seed(hidden)
-    x = [torch.randn(t, hidden, generator=generator).to(dtype) for t in tokens]
-    ids = [torch.rand(t, 16, generator=generator).topk(3, dim=1).indices for t in tokens]
-    weights = [torch.rand(t, 3, generator=generator, dtype=torch.float64) for t in tokens]
-    wide = dtype == torch.float64
-    return x, ids, weights if wide else [w.float() for w in weights]
+def inputs(hidden: int):
+    return drawn((37, 0, 1, 130), 16, 3, hidden)
 
 
 def layer(buffer, x, ids, weights):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_all_equal
+from cases import assert_all_equal, drawn
 from low_latency_cases import LowLatencyCase, fill
 
 import megatron_ep as ep
@@ -82,11 +82,8 @@ def four_ranks(**options):
 
 
 def inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices for t in (6, 0, 3, 5)]
-    x = [torch.randn(len(i), H, dtype=torch.float64, generator=generator).requires_grad_() for i in ids]
-    weights = [torch.rand(i.shape, dtype=torch.float64, generator=generator).requires_grad_() for i in ids]
-    return x, ids, weights
+    x, ids, weights = drawn((6, 0, 3, 5), E, K, H, seed)
+    return [t.double().requires_grad_() for t in x], ids, [t.double().requires_grad_() for t in weights]
 
 
 def forward(low_latency, x, ids, weights, sum_at):

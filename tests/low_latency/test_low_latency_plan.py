@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import drawn
 from entered import check_entered
 from rank_threads import run_together, thread_ranks
 from torch.autograd import forward_ad
@@ -23,10 +24,8 @@ def mode_of(buffer):
 
 
 def inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(TOKENS - seed, EXPERTS, generator=generator).topk(TOPK, dim=1).indices
-    x = torch.randn(len(ids), HIDDEN, generator=generator).bfloat16()
-    return x, ids, torch.rand(ids.shape, generator=generator)
+    [x], [ids], [weights] = drawn([TOKENS - seed], EXPERTS, TOPK, HIDDEN, seed)
+    return x.bfloat16(), ids, weights
 
 
 @pytest.fixture(params=["with plans", "without plans"])

@@ -19,14 +19,14 @@ import megatron_ep as ep
 
 
 def check_bits(buffer, expected) -> None:
-    x, ids, weights = inputs(64, torch.float32)
+    x, ids, weights = inputs(64)
     found = layer(buffer, x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
     assert all(torch.equal(mine[0], theirs[buffer.rank]) for mine, theirs in zip(found, expected, strict=True))
 
 
 def on_one_machine(per_node: int):
     with ep.LocalCluster(W // per_node, per_node, ep.Config(num_experts=16)) as cluster:
-        return layer(cluster, *inputs(64, torch.float32))
+        return layer(cluster, *inputs(64))
 
 
 SLOW = {

@@ -109,7 +109,7 @@ def forked_child(buffer: ep.Buffer, connected: set[int], call) -> None:
 @run_on("ranks")
 def test_a_forked_child_leaves_the_buffer_to_its_parent(per_machine: int) -> None:
     rank = dist.get_rank()
-    x, ids, weights = (tensors[rank] for tensors in inputs(33, torch.float32))
+    x, ids, weights = (tensors[rank] for tensors in inputs(33))
     with machines_of(per_machine):
         buffer = shared_buffers.shared_buffer(dist.group.WORLD, 16, torch.device("cpu"), {"timeout": 20})
     low_latency = ep.LowLatency(buffer, max_tokens=4, hidden=33, topk=3, dtype=torch.float32)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from cases import drawn
 from entered import check_entered
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,10 +60,7 @@ def buffer(closed_afterwards):
 
 
 def inputs(seed, num_tokens=5, hidden=HIDDEN):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(num_tokens, EXPERTS, generator=generator).topk(TOPK, dim=1).indices
-    x = torch.randn(num_tokens, hidden, generator=generator)
-    return x, ids, torch.rand(num_tokens, TOPK, generator=generator)
+    return [part for [part] in drawn([num_tokens], EXPERTS, TOPK, hidden, seed)]
 
 
 def step(buffer, x, ids, weights, *, x_learns, weights_learn, uses_probs, is_weighted, **options):

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import drawn
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from nightly import at_night
 from torch._dynamo.backends.common import aot_autograd
@@ -16,11 +17,9 @@ HIDDEN, EXPERTS, TOPK = 16, 8, 2
 
 
 def inputs(tokens, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(sum(tokens))
-    x = [torch.randn(t, HIDDEN, generator=generator).to(device, dtype).requires_grad_() for t in tokens]
-    ids = [torch.rand(t, EXPERTS, generator=generator).topk(TOPK).indices.to(device) for t in tokens]
-    weights = [torch.rand(t, TOPK, generator=generator).to(device).requires_grad_() for t in tokens]
-    return x, ids, weights
+    x, ids, weights = drawn(tokens, EXPERTS, TOPK, HIDDEN, seed=sum(tokens))
+    leaves = [[part.to(device).requires_grad_() for part in parts] for parts in ([t.to(dtype) for t in x], weights)]
+    return leaves[0], [part.to(device) for part in ids], leaves[1]
 
 
 def outputs_and_gradients(function, x, ids, weights):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, drawn
 from nightly import a_third, at_night
 from process_cases import SIZES, Inputs, bits, check_cases, results
 from run_on import run_on
@@ -20,10 +20,7 @@ def settings(**changes):
 
 
 def inputs(tokens=(5, 0, 16, 9), experts=8, topk=3, hidden=40):
-    generator = torch.Generator().manual_seed(experts)
-    x = [torch.randn(t, hidden, generator=generator) for t in tokens]
-    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
-    return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
+    return drawn(tokens, experts, topk, hidden)
 
 
 @pytest.mark.parametrize("most_nodes", [1, 4])

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import drawn
 from rank_processes import LinkedProcess
 from run_on import run_on
 from waits import within
@@ -33,10 +34,7 @@ def make(timeout=10.0):
 
 
 def inputs():
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.rand(T, E, generator=generator).topk(K, dim=1).indices for _ in range(W)]
-    x = [torch.randint(-8, 9, (T, H), generator=generator).float() for _ in range(W)]
-    return x, ids
+    return drawn([T] * W, E, K, H, is_whole=True)[:2]
 
 
 def use(buffer, low_latency):

@@ -5,6 +5,7 @@ import time
 import pytest
 import rank_threads as ranks_as_threads
 import torch
+from cases import drawn
 from host_backends import AheadBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,10 +28,7 @@ def buffers_of(nodes, ranks_per_node):
 
 
 def inputs(tokens, topk, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = [torch.rand(t, EXPERTS, generator=generator).topk(topk, dim=1).indices for t in tokens]
-    x = [torch.randint(-8, 9, (t, HIDDEN), generator=generator).float() for t in tokens]
-    return x, ids, [torch.rand(t, topk, generator=generator) for t in tokens]
+    return drawn(tokens, EXPERTS, topk, HIDDEN, seed, is_whole=True)
 
 
 def guesses(buffers):

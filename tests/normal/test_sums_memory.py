@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import drawn
 
 import megatron_ep as ep
 from megatron_ep.normal import plan
@@ -25,9 +26,7 @@ def test_sums_take_a_bounded_multiple_of_what_they_save():
 
 @pytest.mark.parametrize("capacity", [None, 24])
 def test_with_and_without_sums_the_bits_are_the_same(capacity):
-    generator = torch.Generator().manual_seed(3)
-    x = [torch.randn(16, 64, generator=generator) for _ in range(4)]
-    ids = [torch.rand(16, 16, generator=generator).topk(4, dim=1).indices for _ in range(4)]
+    x, ids, _ = drawn([16] * 4, 16, 4, 64)
     results, sizes, size_of = [], [], plan.sum_bytes_of
 
     def spy(*arguments):
