@@ -239,11 +239,12 @@ def _compiler(library: Path) -> str | None:
 
 def _environment() -> dict[str, str]:
     chosen = {n: v for n, v in os.environ.items() if n in VARIABLES or n.startswith(VARIABLE_PREFIXES)}
-    return {name: "(set)" if SECRET.search(name) else _shortened(value) for name, value in sorted(chosen.items())}
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= MAX_VALUE else f"{value[:MAX_VALUE]}... ({len(value)} characters)"
+    for name, value in chosen.items():
+        if SECRET.search(name):
+            chosen[name] = "(set)"
+        elif len(value) > MAX_VALUE:
+            chosen[name] = f"{value[:MAX_VALUE]}... ({len(value)} characters)"
+    return dict(sorted(chosen.items()))
 
 
 def _read(path: str | Path) -> str | None:

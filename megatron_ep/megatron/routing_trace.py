@@ -109,18 +109,23 @@ class _Recorder:
     passes: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # passes of this step
     micro_batches: dict[int, int] = field(default_factory=dict)  # last micro-batch of this step, by layer
     on_their_way: _Step | None = None
-    of_job: tuple[dist.ProcessGroup, int, TransformerConfig] | None = None
+    header: trace_file.Header | None = None
     file: Any = None
 
     def follow(self, layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup, expert_ranks: int) -> None:
         graphs = getattr(config, "cuda_graph_impl", "none")
         if graphs != "none":
             raise ValueError(f"cuda_graph_impl is {graphs!r}, must be 'none' with a trace: no Python sees a replay")
-        if self.of_job is not None:
-            before, _, other = self.of_job
-            if _shape(other) != _shape(config) or _ranks(before) != _ranks(group):
-                raise ValueError("trace: layers differ in their experts or in their ranks, must have the same")
-        self.of_job = (group, expert_ranks, config)
+        header = trace_file.Header(
+            rank=dist.get_rank(),
+            group=tuple(dist.get_process_group_ranks(group)),
+            expert_ranks=expert_ranks,
+            num_experts=int(config.num_moe_experts or 0),
+            topk=config.moe_router_topk,
+        )
+        if self.header not in (None, header):
+            raise ValueError("trace: layers differ in their experts or in their ranks, must have the same")
+        self.header = header
         # A model that is built again must not count passes of a failed step.
         self.passes.clear()
         self.micro_batches.clear()
@@ -136,8 +141,8 @@ class _Recorder:
         micro_batch = self.micro_batches[layer] = self.micro_batches.get(layer, -1) + 1
         if len(self.passes) >= MAX_PASSES:
             raise RuntimeError(f"routing_trace: {MAX_PASSES} passes without an end_step()")
-        assert self.of_job is not None, "follow comes first"
-        self.passes.append((layer, micro_batch, counts_of(chosen[1], self.of_job[2].num_moe_experts)))
+        assert self.header is not None, "follow comes first"
+        self.passes.append((layer, micro_batch, counts_of(chosen[1], self.header.num_experts)))
 
     def _number(self, router: Any) -> int:
         """Returns the number of the layer in the whole model, from 1. Layers of multi-token prediction, which Megatron
@@ -177,15 +182,8 @@ class _Recorder:
             self.file.flush()
 
     def _open(self) -> Any:
-        assert self.of_job is not None, "follow comes first"
-        group, expert_ranks, config = self.of_job
-        header = trace_file.Header(
-            rank=dist.get_rank(),
-            group=_ranks(group),
-            expert_ranks=expert_ranks,
-            num_experts=int(config.num_moe_experts or 0),
-            topk=config.moe_router_topk,
-        )
+        header = self.header
+        assert header is not None, "follow comes first"
         path = trace_file.file_of(self.directory, header.rank)
         if path.exists() and path.stat().st_size:
             there, length = trace_file.read_header(path)
@@ -215,14 +213,6 @@ def counts_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     ids = chosen.detach().reshape(-1) + 1
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[1:]
-
-
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _shape(config: TransformerConfig) -> tuple[int | None, int]:
-    return config.num_moe_experts, config.moe_router_topk
 
 
 def _iteration(step: int) -> int:

@@ -118,10 +118,15 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 """
 
 
-def find_script(tree: str | None) -> Path:
-    """Returns the path of pretrain_gpt.py in a tree of Megatron-LM. tree: None uses the variable MEGATRON_LM.
+def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
+    """Replaces this process by the training.
 
-    Raises ValueError if no tree is given, or it has no pretrain_gpt.py.
+    recipe: the recipe, equal on all ranks.
+    tree: Megatron-LM's tree. None: that of the variable MEGATRON_LM.
+    is_rank: whether torchrun or Slurm started this process as one of the ranks; otherwise it becomes a torchrun that
+        starts them all on this machine.
+
+    Raises ValueError if no tree is given, if it has no pretrain_gpt.py, or if the ranks do not match the recipe.
     """
     tree = tree or os.environ.get(VARIABLE)
     if not tree:
@@ -129,21 +134,7 @@ def find_script(tree: str | None) -> Path:
     script = Path(tree, "pretrain_gpt.py")
     if not script.is_file():
         raise ValueError(f"--megatron-lm ({VARIABLE}) {tree}: has no pretrain_gpt.py")
-    return script.resolve()
-
-
-def run(recipe: ScriptRecipe, tree: str | None, is_rank: bool) -> NoReturn:
-    """Replaces this process by the training.
-
-    recipe: the recipe, equal on all ranks.
-    tree: see `find_script`.
-    is_rank: whether torchrun or Slurm started this process as one of the ranks; otherwise it becomes a torchrun that
-        starts them all on this machine.
-
-    Raises ValueError if there is no script, or the ranks do not match the recipe.
-    """
-    script = find_script(tree)
-    words = command(recipe, str(script))
+    words = command(recipe, str(script.resolve()))
     topology = recipe.topology
     if is_rank:
         topology.require_job()

@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ep.tools.arguments import require_ints, save
 
@@ -41,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
             "num_experts": trace.num_experts,
             "topk": trace.topk,
             "recorded_steps": trace.recorded_steps,
-            "layers": [_finite(dataclasses.asdict(layer)) for layer in layers],
+            "layers": [
+                {name: None if value != value else value for name, value in dataclasses.asdict(layer).items()}
+                for layer in layers  # JSON has no NaN
+            ],
             "periods": [dataclasses.asdict(period) for period in periods],
             "places": {str(layer): order for layer, order in spread.places(trace).items()},
         }
@@ -123,8 +125,3 @@ def _period_table(periods: Sequence[Period]) -> list[str]:
         steps = f"{period.first} to {period.last}"
         lines.append(f"{steps:>15}{period.p50:11.3f}{period.p95:11.3f}{period.mean:11.3f}")
     return lines
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces NaN, which is not JSON."""
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}

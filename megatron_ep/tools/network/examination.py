@@ -155,7 +155,7 @@ class Examination:
                 rates, faults = self._together(partial(self._load, trial, slowest), float)
                 load = sum(rate for rate in rates if rate is not None) / len(self.machines)
             sent = self.rendezvous.gather(
-                [(to, *counts) for to, counts in trial.segments_sent().items()], kind=list[tuple[int, int, int]]
+                [(to, *counts) for to, counts in trial.network.segments_sent().items()], kind=list[tuple[int, int, int]]
             )
         for rank, counts in enumerate([] if cards else sent):
             for to, packets, again in counts:

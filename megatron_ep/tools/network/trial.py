@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class NetworkTrial:
-    """Send queues and connections like those of a buffer, with rings in separate memory. A context manager.
+    """Send queues and connections (`network`) like those of a buffer, with rings in separate memory. A context manager.
 
     Collective. Only the two ranks concerned call methods between two ranks. Raises EPError, see `Network.connect`.
 
@@ -53,10 +53,10 @@ class NetworkTrial:
             return Network(rank, machines, nic, address, cards), load
 
         # Memory must be registered before the connections, because puts of other ranks write to it.
-        self._network, load = rendezvous.agree(make)
+        self.network, load = rendezvous.agree(make)
         self._load: _C.NetworkLoad | None = load
         try:
-            self._network.connect(rendezvous)
+            self.network.connect(rendezvous)
         except BaseException:
             self.close()
             raise
@@ -91,10 +91,6 @@ class NetworkTrial:
             )
         )
 
-    def segments_sent(self) -> dict[int, tuple[int, int]]:
-        """Returns the segments sent, see `Network.segments_sent`."""
-        return self._network.segments_sent()
-
     def _run(self, step: Callable[[_C.NetworkLoad], Result]) -> Result:
         assert self._load is not None, "closed"
         try:
@@ -104,7 +100,7 @@ class NetworkTrial:
 
     def close(self) -> None:
         self._load = None
-        self._network.close()
+        self.network.close()
 
     def __enter__(self) -> NetworkTrial:
         return self
