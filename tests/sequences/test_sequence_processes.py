@@ -1,20 +1,17 @@
 """Sequences between processes: skewed ranks, several machines, and what the others hear of a rank that is at odds."""
 
 import contextlib
-import os
 import random
 import time
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from forced_machines import machines_of
 from run_on import run_on
 from sequence_cases import Case, random_plan
 
 import megatron_ep as ep
-from megatron_ep.fabrics import choice
-from megatron_ep.meeting import processes
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
@@ -37,9 +34,7 @@ def round_trip(dispatcher, case):
 @pytest.mark.parametrize(("nodes", "ranks_per_machine"), [(1, 0), (2, 0), (4, 0), (2, 2), (4, 1), (4, 2)])
 @run_on("four_ranks")
 def test_processes(nodes, ranks_per_machine):
-    names = mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // ranks_per_machine}")
-    forced = mock.patch.dict(os.environ, {choice.VARIABLE: "tcp"} if ranks_per_machine else {})
-    with forced, names if ranks_per_machine else contextlib.nullcontext():
+    with machines_of(ranks_per_machine) if ranks_per_machine else contextlib.nullcontext():
         config = ep.Config(num_experts=W, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14))
         with ep.Buffer(None, config, ep.Topology(nodes, W // nodes)) as buffer:
             assert buffer.fabric == ("tcp" if ranks_per_machine else "shared memory")

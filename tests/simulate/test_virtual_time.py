@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ideal_machine import ideal
-from test_virtual_low_latency import case as low_latency
 
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.tools.simulate import Case, Machine, predict
@@ -24,20 +23,34 @@ def case(nodes=1, ranks=2, tokens=64, experts=64, **settings):
     return Case(Topology(nodes, ranks), config, num_tokens=tokens, **settings)
 
 
+def low_latency(nodes=2, ranks=2, tokens=16, experts=64, num_sms=4, **settings):
+    config = Config(num_experts=experts, num_sms=num_sms)
+    return Case(Topology(nodes, ranks), config, mode="low-latency", num_tokens=tokens, **settings)
+
+
 @pytest.fixture(scope="module")
 def h200():
     return Machine.load("h200_cx7")
 
 
+def far_rows(one, experts):
+    """Rows that leave their node: of each token one for each so many experts, those of a node, of a rank, or one."""
+    of_node, rows = one.config.num_experts // one.topology.nodes // experts, 0
+    for rank, ids in enumerate(one.choices()):
+        goes = torch.zeros(one.num_tokens, one.config.num_experts // experts, dtype=torch.bool)
+        goes.scatter_(1, ids.long() // experts, True)
+        own = rank // one.topology.ranks_per_node * of_node
+        rows += int(goes.sum()) - int(goes[:, own : own + of_node].sum())
+    return rows
+
+
 def rail_rows(one):
     """Rows that cross the network: of each token one to each other node."""
-    node_experts, ranks = one.config.num_experts // one.topology.nodes, one.topology.ranks_per_node
-    rows = 0
-    for rank, ids in enumerate(one.choices()):
-        nodes = torch.zeros(one.num_tokens, one.topology.nodes, dtype=torch.bool)
-        nodes.scatter_(1, ids.long() // node_experts, True)
-        rows += int(nodes.sum()) - int(nodes[:, rank // ranks].sum())
-    return rows
+    return far_rows(one, one.config.num_experts // one.topology.nodes)
+
+
+def numbers_of_images(nodes):
+    return st.sampled_from([m for m in range(1, nodes + 1) if nodes % m == 0])
 
 
 @pytest.mark.parametrize(
@@ -199,9 +212,7 @@ def test_any_shape_ends_and_moves_its_rows(h200, nodes, ranks, tokens, hidden, d
         hidden=hidden,
         topk=data.draw(st.integers(1, min(32, experts)), "K"),
         dtype=data.draw(st.sampled_from(["bf16", "fp8"]), "dtype"),
-        images=nodes
-        if maps_rail
-        else data.draw(st.sampled_from([m for m in range(1, nodes + 1) if nodes % m == 0]), "M"),
+        images=nodes if maps_rail else data.draw(numbers_of_images(nodes), "M"),
         maps_rail=maps_rail,
         local_pass=data.draw(st.booleans(), "local_pass"),
         num_sms=data.draw(st.sampled_from([4, 24, 100]), "SMs"),
@@ -210,6 +221,63 @@ def test_any_shape_ends_and_moves_its_rows(h200, nodes, ranks, tokens, hidden, d
     for phase in found.phases.values():
         assert phase.rail_rows == rail_rows(one)
         assert (phase.row_bytes > 0) == (one.uses_network and phase.rail_rows > 0)
+
+
+@given(
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    tokens=st.integers(1, 40),
+    hidden=st.integers(1, 300).map(lambda value: 8 * value),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_row_of_few_tokens_comes_once(h200, nodes, ranks, tokens, hidden, data):
+    world = nodes * ranks
+    experts = world * data.draw(st.integers(1, 40), "L")
+    maps_rail = data.draw(st.booleans(), "maps_rail")
+    one = low_latency(
+        nodes,
+        ranks,
+        tokens,
+        experts,
+        hidden=hidden,
+        topk=data.draw(st.integers(1, min(8, experts)), "K"),
+        dtype=data.draw(st.sampled_from(["bf16", "fp8"]), "dtype"),
+        sum_at=data.draw(st.sampled_from(["token", "expert"]), "sum_at"),
+        maps_rail=maps_rail,
+        images=None if maps_rail else data.draw(numbers_of_images(nodes)),
+    )
+    found = predict(one, h200)
+    for name, phase in found.phases.items():
+        rows = far_rows(one, 1 if name == "combine" and one.sum_at == "token" else experts // world)
+        assert phase.rail_rows + phase.peer_rows >= rows
+        assert phase.rail_rows == (rows if one.uses_network else 0)
+        slot = one.row_format(*one.row_bytes if name == "dispatch" else (one.combine_bytes, 0)).slot_bytes
+        if name == "combine" or not one.uses_network:
+            assert phase.row_bytes == phase.rail_rows * slot
+        else:
+            assert phase.row_bytes > phase.rail_rows * slot  # and choices
+
+
+def test_one_row_of_few_takes_the_sum_of_its_way():
+    """A token that goes to the other node: its choices, then its row and a signal, follow each other on the card."""
+    costs = {"card_doorbell": 1500, "card_way": 2500, "card_signal": 900, "card_turn": 1 << 20}
+    one = low_latency(2, 1, tokens=1, experts=2, topk=1, num_sms=1)
+    there = [torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)]
+    for phase in predict(one, ideal(**costs), choices=there).phases.values():
+        assert phase.us == pytest.approx(1.5 + 2.5 + 0.9)
+    us = predict(one, ideal(**costs, card=0.1), choices=there).phases["combine"].us
+    slot, flag = one.row_format(one.combine_bytes, 0).slot_bytes / 100, 0.64
+    assert us == pytest.approx(4.9 + slot + flag)
+
+
+def test_what_each_half_did(h200):
+    one = low_latency()
+    found = predict(one, h200)
+    for name, phase in found.phases.items():
+        halves = [role for role in phase.roles if role.startswith("low_latency")]
+        assert len(halves) == 2 and all(("combine" in half) == (name == "combine") for half in halves)
+        assert all(phase.roles[half].warps == 16 * one.num_sms * 4 for half in halves)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +294,14 @@ def test_any_shape_ends_and_moves_its_rows(h200, nodes, ranks, tokens, hidden, d
         ({"routing": "nodes:9", "nodes": 4}, "M of routing nodes:M is 9"),
         ({"hidden": 12}, "hidden is 12, must be a multiple of 8"),
         ({"tokens": 0}, "num_tokens is 0"),
+        ({"tokens": 1025, "sum_at": "token"}, "num_tokens is 1025, must be"),
+        ({"sum_at": "rank"}, "sum_at is 'rank', must be token or expert"),
     ],
 )
 def test_what_is_no_case(settings, message):
+    make = low_latency if "sum_at" in settings else case
     with pytest.raises(ValueError, match=message):
-        case(**settings)
+        make(**settings)
 
 
 def test_too_few_sms_are_refused(h200):
