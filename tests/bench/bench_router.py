@@ -16,11 +16,12 @@ import torch
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
 from megatron_ep.router.api import grouped_topk
-from megatron_ep.tools.arguments import add_rounds, positive, require_memory
+from megatron_ep.tools.arguments import add_rounds, positive
 from megatron_ep.tools.bench.report import EXTREMES, WHAT, Record, Report, make_record, relative
 from megatron_ep.tools.bench.timing import GRAPH_CALLS, Timer, captured, cuda_timer, host_timer, time_rounds
 
 PHASES = ("forward", "forward+backward")
+EXPERTS, TOPK, GROUPS, GROUP_TOPK = 256, 8, 8, 4
 Gate = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,42 +44,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Times sigmoid routing with expert bias, groups, renormalisation and scaling in fp32.",
     )
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 128, 4096, 40000], metavar="T")
-    parser.add_argument("--experts", type=positive, default=256, metavar="E", help="(%(default)s)")
-    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="(%(default)s)")
-    parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
-    parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
     add_rounds(parser, warmup=3, iters=15)
     usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not usable:
         parser.error("--device cuda needs a GPU and a build with CUDA kernels; see megatron-ep env")
-    if arguments.device == "cpu":
-        size = 4 * max(arguments.tokens) * arguments.experts
-        require_memory(parser, size, f"--tokens {max(arguments.tokens)} --experts {arguments.experts}")
-    try:
-        grouped_topk(
-            torch.empty(0, arguments.experts),
-            arguments.topk,
-            num_groups=arguments.groups,
-            group_topk=arguments.group_topk,
-        )
-    except ValueError as error:
-        parser.error(str(error))
     return arguments
 
 
 def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) -> list[Record]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(tokens, arguments.experts, generator=generator).to(arguments.device).requires_grad_()
-    bias = (torch.randn(arguments.experts, generator=generator) / 100).to(arguments.device)
-    gates = _make_gates(arguments, bias, with_megatron)
+    logits = torch.randn(tokens, EXPERTS, generator=generator).to(arguments.device).requires_grad_()
+    bias = (torch.randn(EXPERTS, generator=generator) / 100).to(arguments.device)
+    gates = _make_gates(bias, with_megatron)
     _check_equal(gates, logits)
 
     timers = {(name, phase): _make_timer(gates[name], logits, phase) for name in gates for phase in PHASES}
     # What ran before leaves caches and spinning threads behind.
     seconds = time_rounds(timers, arguments.warmup, arguments.iters, shuffler=Random(0))
-    sizes = f"T={tokens} E={arguments.experts} K={arguments.topk} groups {arguments.group_topk}/{arguments.groups}"
+    sizes = f"T={tokens} E={EXPERTS} K={TOPK} groups {GROUP_TOPK}/{GROUPS}"
     more = dict(
         device=arguments.device,
         threads=torch.get_num_threads() if arguments.device == "cpu" else None,
@@ -90,29 +75,24 @@ def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) ->
     ]
 
 
-def _make_gates(arguments: argparse.Namespace, bias: torch.Tensor, with_megatron: bool) -> dict[str, Gate]:
+def _make_gates(bias: torch.Tensor, with_megatron: bool) -> dict[str, Gate]:
     """Each returns the tensor that the backward pass starts from."""
-    options: dict[str, Any] = dict(
-        num_groups=arguments.groups,
-        group_topk=arguments.group_topk,
-        score_function="sigmoid",
-        expert_bias=bias,
-        scaling_factor=2.5,
-    )
+    options: dict[str, Any] = dict(num_groups=GROUPS, group_topk=GROUP_TOPK, expert_bias=bias)
+    options |= dict(score_function="sigmoid", scaling_factor=2.5)
 
     def ours_dense(logits: torch.Tensor) -> torch.Tensor:
-        probs = grouped_topk(logits, arguments.topk, **options, dense=True).probs
+        probs = grouped_topk(logits, TOPK, **options, dense=True).probs
         assert probs is not None
         return probs
 
     gates: dict[str, Gate] = {
-        "ours": lambda logits: grouped_topk(logits, arguments.topk, **options).weights,
+        "ours": lambda logits: grouped_topk(logits, TOPK, **options).weights,
         "ours_dense": ours_dense,
     }
     if with_megatron:
         from megatron_ep.megatron.router import topk_routing_with_score_function as unfused
 
-        gates["megatron"] = lambda logits: unfused(logits, arguments.topk, **options)[0]
+        gates["megatron"] = lambda logits: unfused(logits, TOPK, **options)[0]
     return gates
 
 
