@@ -1,10 +1,10 @@
 """`tests/bench/run.py sequences`: attention on other ranks: the way of Q, K and V there and of the output back, and
-what balanced attention gains. A rank on each GPU of this machine or of a job, or processes of the host.
+what balanced attention gains. A rank on each GPU of this machine or of a job.
 
 Documents of lengths drawn between two bounds, T tokens for each rank. A round's time is that of its slowest rank, by
 CUDA events.
 
-The way, by a plan of the planner: "ours" beside torch's all-to-all (NCCL; gloo on the host) with its copies, into the
+The way, by a plan of the planner: "ours" beside NCCL's all-to-all with its copies, into the
 order of ranks and from there to their places.
 
 Attention: "at_home", each rank its own documents; "balanced" by that plan; "context_parallel", in the layout of
@@ -27,20 +27,18 @@ from sequence_baselines import AllToAll, Attention, attention_of, kernel_of
 from sequence_case import DTYPES, Case, draw_documents, load, plans_of
 
 import megatron_ep as ep
-from megatron_ep.meeting import job
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan
-from megatron_ep.tools.arguments import add_rounds, positive, require_memory, seconds
+from megatron_ep.tools.arguments import add_rounds, positive
 from megatron_ep.tools.bench.gpu_ranks import gpu_ranks
 from megatron_ep.tools.bench.gpus import Measured, slowest
 from megatron_ep.tools.bench.report import EXTREMES, WHAT, Columns, Report, relative
 from megatron_ep.tools.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, meet, time_rounds
-from megatron_ep.tools.job_ranks import JobRanks, own_gpu
-from megatron_ep.tools.local_ranks import LocalRanks
+from megatron_ep.tools.job_ranks import own_gpu
 
 COMMAND = "run.py sequences"
 GRADIENTS = " + gradients"  # of a phase: forward and backward
-WAIT_S = 30  # the longest wait of a rank for another
+WAIT_S, LIMIT_S = 30, 300  # the longest wait of a rank for another, and for all
 BACKWARD_WORK = 2.5  # of attention, over its forward pass
 OF_ATTENTION = tuple(phase + more for phase in ("attention", "step") for more in ("", GRADIENTS))
 WORK: Columns = {
@@ -53,13 +51,20 @@ Tensors = Sequence[torch.Tensor]
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    with _ranks(arguments) as ranks:
+    with gpu_ranks(COMMAND, LIMIT_S) as ranks:
         if ranks.world_size < 2:
             raise ValueError("there is 1 rank, must be at least 2")
-        case = _case(arguments, ranks.world_size)
+        documents = draw_documents(arguments.tokens, *arguments.documents, ranks.world_size, arguments.seed)
+        heads = arguments.query_heads, arguments.kv_heads, arguments.head_dim
+        case = Case(documents, *heads, "bf16", "cuda", arguments.num_sms)
         report = Report(arguments.json, ranks.rank)
-        report.say(f"\n{case}\ndocuments of each rank: {'; '.join(' '.join(map(str, d)) for d in case.documents)}")
-        by_rank = ranks.run(measure, case, ranks.topology, arguments.warmup, arguments.iters)
+        add(report, case, ranks.run(measure, case, ranks.topology, arguments.warmup, arguments.iters))
+    return 0
+
+
+def add(report: Report, case: Case, by_rank: Sequence[Sequence[Measured]]) -> None:
+    """by_rank: what `measure` returns on every rank."""
+    report.say(f"\n{case}\ndocuments of each rank: {'; '.join(' '.join(map(str, d)) for d in case.documents)}")
     records = [slowest(same) for same in zip(*by_rank, strict=True)]
     way = [record for record in records if record["phase"] not in OF_ATTENTION]
     report.add("the way, the slowest rank", way, WHAT | EXTREMES | relative("/ ours", "ours", way))
@@ -67,13 +72,10 @@ def main(argv: Sequence[str]) -> int:
     ratio = relative("/ balanced", "balanced", attention)
     title = f"attention by {attention[0]['kernel']}, the slowest rank"
     report.add(title, attention, WHAT | EXTREMES | WORK | ratio)
-    return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(COMMAND, description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    parser.add_argument("--ranks", type=positive, metavar="W", help="processes, with --device cpu (2)")
     parser.add_argument("--tokens", type=positive, default=1 << 16, metavar="T", help="per rank (%(default)s)")
     parser.add_argument(
         "--documents",
@@ -87,45 +89,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--query-heads", type=positive, default=64, metavar="N", help="(%(default)s)")
     parser.add_argument("--kv-heads", type=positive, default=8, metavar="N", help="(%(default)s)")
     parser.add_argument("--head-dim", type=positive, default=128, metavar="N", help="width of a head (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(%(default)s)")
     parser.add_argument("--num-sms", type=positive, metavar="N", help="that move rows, of each GPU (half of them)")
     add_rounds(parser, warmup=2, iters=5)
-    parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of all (%(default)s s)")
     arguments = parser.parse_args(argv)
     if arguments.query_heads % arguments.kv_heads:
         parser.error(f"--query-heads {arguments.query_heads} is not a multiple of --kv-heads {arguments.kv_heads}")
-    if arguments.ranks is not None and (arguments.device == "cuda" or job.adopt()):
-        parser.error("--ranks is for processes of --device cpu that no launcher has started")
-    if arguments.device == "cpu":
-        pairs = 4 * arguments.query_heads * max(arguments.documents) ** 2  # scores, in plain torch
-        require_memory(parser, pairs, f"--query-heads {arguments.query_heads} with documents of {arguments.documents}")
     return arguments
-
-
-def _ranks(arguments: argparse.Namespace) -> LocalRanks | JobRanks:
-    if arguments.device == "cuda":
-        return gpu_ranks(COMMAND, arguments.timeout)
-    return JobRanks(arguments.timeout) if job.adopt() else LocalRanks(arguments.ranks or 2, arguments.timeout)
-
-
-def _case(arguments: argparse.Namespace, world: int) -> Case:
-    shortest, longest = arguments.documents
-    return Case(
-        draw_documents(arguments.tokens, shortest, longest, world, arguments.seed),
-        arguments.query_heads,
-        arguments.kv_heads,
-        arguments.head_dim,
-        arguments.dtype,
-        arguments.device,
-        arguments.num_sms,
-    )
 
 
 # ---- on every rank
 
 
 def measure(case: Case, topology: ep.Topology, warmup: int, iterations: int) -> list[Measured]:
-    """Raises AssertionError where what is timed is not the same work."""
+    """On GPUs or, for tests, on the host. Raises AssertionError where what is timed is not the same work."""
     group = dist.group.WORLD
     if case.device == "cuda":
         torch.cuda.set_device(own_gpu())

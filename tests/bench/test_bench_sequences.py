@@ -1,12 +1,10 @@
 """`tests/bench/run.py sequences`: what it measures, on the host. Nothing here judges a time."""
 
-import json
 import sys
 import types
 
 import bench_sequences as sequences
 import pytest
-import run
 import torch
 from nightly import at_night
 from sequence_baselines import attention_of
@@ -14,26 +12,27 @@ from sequence_case import Case, draw_documents, plans_of
 
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.planner import bytes_between
+from megatron_ep.tools.bench.report import Report
+from megatron_ep.tools.local_ranks import LocalRanks
 
-SIZES = ["--device", "cpu", "--tokens", "192", "--documents", "8", "128", "--head-dim", "8"]
-HEADS = ["--query-heads", "4", "--kv-heads", "2"]
-ROUNDS = ["--iters", "2", "--warmup", "1", "--timeout", "60"]
 WAYS, LAYOUTS = ("ours", "all_to_all"), ("at_home", "balanced", "context_parallel")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", at_night("fp32")])
-def test_records(tmp_path, capsys, dtype):
+def test_records(capsys, dtype):
     """The ranks compare what is timed with each other, so that the same work is."""
-    file, world = tmp_path / "bench.json", 3
-    arguments = ["sequences", *SIZES, *HEADS, *ROUNDS, "--ranks", str(world), "--dtype", dtype, "--json", str(file)]
-    assert run.main(arguments) == 0
-    records = {(r["phase"], r["implementation"]): r for r in json.loads(file.read_text())["records"]}
+    world = 3
+    case = Case(draw_documents(192, 8, 128, world, 0), 4, 2, 8, dtype, "cpu")
+    with LocalRanks(world, 60) as ranks:
+        by_rank = ranks.run(sequences.measure, case, ranks.topology, 1, 2)
+    report = Report(None)
+    sequences.add(report, case, by_rank)
+    records = {(record["phase"], record["implementation"]): record for record in report.records}
     ways = ("dispatch", "return", "both", "both + gradients")
     assert set(records) == {
         *((phase, way) for phase in ways for way in WAYS),
         *((phase, layout) for phase in sequences.OF_ATTENTION for layout in LAYOUTS),
     }
-    case = Case(draw_documents(192, 8, 128, world, 0), 4, 2, 8, dtype, "cpu")
     plans = plans_of(case)
     for record in records.values():
         assert 0 < record["seconds_min"] <= record["seconds"] <= record["seconds_max"]
@@ -90,14 +89,13 @@ def test_attention_of_a_gpu(layout, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "message"),
     [
-        (["--tokens", "190"], "--tokens is 190, must be a multiple of 4 for 2 ranks"),
-        (["--documents", "64", "256"], "--documents is 64 256, must be two of 4 to 192, the shortest first"),
-        (["--documents", "128", "64"], "--documents is 128 64, must be two of 4 to 192"),
-        (["--ranks", "1"], "there is 1 rank, must be at least 2"),
+        ((190, 8, 128), "--tokens is 190, must be a multiple of 4 for 2 ranks"),
+        ((192, 64, 256), "--documents is 64 256, must be two of 4 to 192, the shortest first"),
+        ((192, 128, 64), "--documents is 128 64, must be two of 4 to 192"),
     ],
 )
-def test_sizes_that_do_not_fit(arguments, message, capsys):
-    assert run.main(["sequences", *SIZES, *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_sizes_that_do_not_fit(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        draw_documents(*sizes, 2, 0)

@@ -25,8 +25,7 @@ def test_the_gate(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["sequences", "--query-heads", "6", "--kv-heads", "4"], "--query-heads 6 is not a multiple of --kv-heads 4"),
-        (["sequences", "--device", "cuda", "--ranks", "2"], "--ranks is for processes of --device cpu"),
-        (["sequences", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["sequences", "--num-sms", "0"], "'0' is not a positive whole number"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
