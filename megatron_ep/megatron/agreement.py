@@ -112,7 +112,8 @@ def check() -> None:
 def _checked(name: str, before: Callable[[MegatronOptimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-        if name in _running or _is_capturing():  # a graph's replays are not checked until the next save
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if name in _running or is_captured:  # a graph's replays are not checked until the next save
             return method(optimizer, *args, **kwargs)
         before(optimizer)
         _running.add(name)
@@ -261,7 +262,3 @@ def _replace(owner: Any, name: str, made_of: Callable[[Callable[..., Any]], Call
 
 def _subclasses(kind: type) -> set[type]:
     return set(kind.__subclasses__()).union(*map(_subclasses, kind.__subclasses__()))
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

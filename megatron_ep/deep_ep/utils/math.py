@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -75,13 +74,4 @@ def hash_tensor(x: torch.Tensor) -> int:
 
 def count_bytes(*parts: Any) -> int:
     """Counts the bytes of tensors, in tuples and lists too; None counts nothing."""
-    return sum(_bytes_of(part) for part in parts)
-
-
-def _bytes_of(part: Any) -> int:
-    if part is None:
-        return 0
-    if isinstance(part, torch.Tensor):
-        return part.numel() * part.element_size()
-    assert isinstance(part, Iterable)
-    return count_bytes(*part)
+    return sum(part.nbytes if isinstance(part, torch.Tensor) else count_bytes(*(part or ())) for part in parts)

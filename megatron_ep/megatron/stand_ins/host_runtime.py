@@ -61,9 +61,7 @@ _HOST = torch.device("cpu")
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _on_host(call: Callable) -> Callable:
@@ -93,16 +91,8 @@ def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(new_state)
-
-
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _expects_rng_to_move(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
 
 
 def replace(owner: Any, **values: Any) -> None:
@@ -164,8 +154,12 @@ def enable() -> None:
     # place. It warns if that one moves inside a fork, where it is meant to here.
     tracker = "megatron.core.tensor_parallel.random"
     replace(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=_get_rng_state)
-    replace(importlib.import_module(tracker), _get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
-    logging.getLogger(tracker).addFilter(_expects_rng_to_move)
+    replace(
+        importlib.import_module(tracker),
+        _get_cuda_rng_state=_get_rng_state,
+        _set_cuda_rng_state=lambda new_state, *_, **__: torch.set_rng_state(new_state),
+    )
+    logging.getLogger(tracker).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")

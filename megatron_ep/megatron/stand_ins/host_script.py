@@ -6,6 +6,7 @@ places and builds CUDA extensions. `enable()` answers those too, for this proces
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import importlib.util
@@ -50,7 +51,7 @@ def enable() -> None:
         get_device_properties=lambda *_: types.SimpleNamespace(name="host", major=9, minor=0, total_memory=0),
         empty_cache=lambda: None,
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        memory_stats=lambda *_: _NoMemory(),
+        memory_stats=lambda *_: collections.defaultdict(int),
         mem_get_info=lambda *_: (0, 0),
         reset_peak_memory_stats=lambda *_: None,
         **zero,
@@ -93,13 +94,6 @@ def _module(name: str, **functions: Any) -> types.ModuleType:
 
 def _refuse() -> None:
     raise RuntimeError("--batch-invariant-mode needs Triton, which is not installed")
-
-
-class _NoMemory(dict):
-    """Statistics of an allocator that has never been asked."""
-
-    def __missing__(self, _: str) -> int:
-        return 0
 
 
 def _over_gloo(make: Any) -> Any:
