@@ -117,20 +117,16 @@ def combine(
     then per node.
     """
     num_tokens = [idx.shape[0] for idx in topk_idx]
-    hidden, local_experts = expert_out[0].shape[1], num_experts // len(expert_out)
-    sums = expert_out[0].new_zeros(sum(num_tokens), hidden, dtype=torch.float64)
+    sums = expert_out[0].new_zeros(sum(num_tokens), expert_out[0].shape[1], dtype=torch.float64)
     for rank, out in enumerate(expert_out):
         terms = (out if weights is None else out * weights[rank].unsqueeze(1)).to(torch.float64)
         absent = sums.new_zeros(len(sums), dtype=torch.bool)
         if max_recv_tokens is not None:
             absent[left_out(topk_idx, rank, num_experts, max_recv_tokens, expert_capacity)] = True
-        first = 0
-        for expert in range(rank * local_experts, (rank + 1) * local_experts):
-            token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
+        for first, token, _ in places(topk_idx, rank, num_experts, expert_alignment, expert_capacity):
             row = first + torch.arange(len(token), device=token.device)
             arrived = (row < len(terms)) & ~absent[token]
             sums.index_add_(0, token[arrived], terms[row[arrived]])
-            first += len(token) + padding
     return list(sums.to(expert_out[0].dtype).split(num_tokens))
 
 
@@ -189,13 +185,17 @@ def flat_combine(
 
 
 def places(
-    topk_idx: list[torch.Tensor], rank: int, num_experts: int, expert_alignment: int = 1
+    topk_idx: list[torch.Tensor],
+    rank: int,
+    num_experts: int,
+    expert_alignment: int = 1,
+    expert_capacity: int | None = None,
 ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Returns for each expert of a rank its first row, and the tokens (over all ranks) and k in the order of its
     rows."""
     local_experts, first, out = num_experts // len(topk_idx), 0, []
     for expert in range(rank * local_experts, (rank + 1) * local_experts):
-        token, k, padding = expert_rows(topk_idx, expert, expert_alignment)
+        token, k, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
         out.append((first, token, k))
         first += len(token) + padding
     return out
@@ -240,18 +240,14 @@ def low_latency_combine(
             total = torch.where(chosen[:, k : k + 1], total + terms[:, k], total)
         return total
 
+    travels = ids >= 0
     if sum_at == "expert":
         sums = [in_order(experts_rank == rank) for rank in range(world)]
         same_rank = experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)
-        is_last = (ids >= 0) & ~same_rank.triu(diagonal=1).any(dim=2)
-        for token, k in is_last.nonzero().tolist():
+        travels &= ~same_rank.triu(diagonal=1).any(dim=2)
+        for token, k in travels.nonzero().tolist():
             terms[token, k] = sums[experts_rank[token, k]][token].to(dtype)
-        return list(in_order(is_last).to(dtype).split(_lengths(topk_idx)))
-    return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
-
-
-def _lengths(tensors: list[torch.Tensor]) -> list[int]:
-    return [len(tensor) for tensor in tensors]
+    return list(in_order(travels).to(dtype).split([len(idx) for idx in topk_idx]))
 
 
 def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
