@@ -21,29 +21,19 @@ if TYPE_CHECKING:
     from megatron_ep.router.api import grouped_topk
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
-_HOMES = {
-    "Buffer": "buffer.buffer",
-    "LocalCluster": "buffer.buffer",
-    "Config": "config",
-    "Topology": "config",
-    "Tuning": "config",
-    "EPError": "errors",
-    "EPTimeoutError": "errors",
-    "EPStuckError": "errors",
-    "EPAbortError": "errors",
-    "EPMaskedError": "errors",
-    "EPOverflowError": "errors",
-    "abort_all": "diagnosis.failures",
-    "raise_if_failed": "diagnosis.failures",
-    "Handle": "normal.handle",
-    "LowLatency": "low_latency.api",
-    "LowLatencyReceived": "low_latency.received",
-    "Received": "normal.api",
-    "combine": "normal.api",
-    "dispatch": "normal.api",
-    "grouped_topk": "router.api",
-    "rejoin": "low_latency.rejoin",
+_NAMES = {
+    "buffer.buffer": ("Buffer", "LocalCluster"),
+    "config": ("Config", "Topology", "Tuning"),
+    "errors": ("EPError", "EPTimeoutError", "EPStuckError", "EPAbortError", "EPMaskedError", "EPOverflowError"),
+    "diagnosis.failures": ("abort_all", "raise_if_failed"),
+    "low_latency.api": ("LowLatency",),
+    "low_latency.received": ("LowLatencyReceived",),
+    "low_latency.rejoin": ("rejoin",),
+    "normal.api": ("Received", "combine", "dispatch"),
+    "normal.handle": ("Handle",),
+    "router.api": ("grouped_topk",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Buffer",
