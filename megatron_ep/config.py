@@ -4,7 +4,7 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard, TypeVar
 
@@ -36,6 +36,20 @@ def require_int(name: str, value: object, lowest: int, highest: int) -> None:
     _require(ok, name, value, f"an int in [{lowest}, {highest}]")
 
 
+def require_int_or_none(name: str, value: object, lowest: int, highest: int) -> None:
+    """Raises ValueError unless value is None or an int in [lowest, highest]."""
+    if value is not None:
+        require_int(name, value, lowest, highest)
+
+
+def require_equal(by_rank: Sequence[Mapping[str, object]], kind: str = "") -> None:
+    """Raises ValueError, on all ranks alike, unless each rank has the same values by name. kind: of the names."""
+    for rank, values in enumerate(by_rank):
+        for name, first in by_rank[0].items():
+            if (value := values.get(name)) != first:
+                raise ValueError(f"{kind}{name} is {first!r} on rank 0 and {value!r} on rank {rank}, must be equal")
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Returns whether value is an int or float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -45,6 +59,11 @@ def require_timeout(name: str, value: object) -> None:
     """Raises ValueError unless value is a number of seconds that a wait may take."""
     ok = is_number(value) and 0 < value <= MAX_TIMEOUT_S
     _require(ok, name, value, TIMEOUT_ALLOWED)
+
+
+def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises ValueError unless value is one of these strings."""
+    _require(isinstance(value, str) and value in allowed, name, value, f"one of {', '.join(map(repr, allowed))}")
 
 
 def require_type(name: str, value: object, kind: type) -> None:
@@ -131,11 +150,9 @@ class Tuning:
     local_pass: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.channels is not None:
-            require_int("Tuning.channels", self.channels, 1, MAX_CHANNELS)
-        for name in ("nvl_ring_bytes", "rdma_ring_bytes"):
-            if getattr(self, name) is not None:
-                require_int(f"Tuning.{name}", getattr(self, name), 64, MAX_RING)
+        require_int_or_none("Tuning.channels", self.channels, 1, MAX_CHANNELS)
+        require_int_or_none("Tuning.nvl_ring_bytes", self.nvl_ring_bytes, 64, MAX_RING)
+        require_int_or_none("Tuning.rdma_ring_bytes", self.rdma_ring_bytes, 64, MAX_RING)
         require_int("Tuning.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.local_pass is not None:
             ok = isinstance(self.local_pass, bool)
@@ -174,12 +191,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require_int("Config.num_experts", self.num_experts, 1, MAX_EXPERTS)
-        if self.num_sms is not None:
-            require_int("Config.num_sms", self.num_sms, 1, MAX_CHANNELS)
-        if self.row_bytes is not None:
-            require_int("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
-        if self.max_tokens is not None:
-            require_int("Config.max_tokens", self.max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
+        require_int_or_none("Config.num_sms", self.num_sms, 1, MAX_CHANNELS)
+        require_int_or_none("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
+        require_int_or_none("Config.max_tokens", self.max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
         if self.timeout is not None:
             require_timeout("Config.timeout", self.timeout)
         require_type("Config.tuning", self.tuning, Tuning)

@@ -74,19 +74,14 @@ def describe(incident: dict[str, Any]) -> str:
     where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
     if incident["outcome"] == "mismatch" and incident["waiting_for"] != "nothing":
         return f"{where}: {incident['waiting_for']}, rank {incident['peer']}: no rank can have {incident['seen']}"
-    if incident["outcome"] == "mismatch":
-        return f"{where}: what rank {incident['peer']} sent is not of this call"
-    if incident["outcome"] == "bad_input":
-        return f"{where}: invalid expert ids"
-    if incident["outcome"] == "no_layout":
-        return f"{where}: the counts of this handle's dispatch were never exchanged"
-    if incident["outcome"] == "masked":
-        return f"{where}: rank {incident['peer']} was masked since the forward pass"
-    if incident["outcome"] == "cut_off":
-        return f"{where}: rank {incident['peer']} goes on without this rank"
-    if incident["outcome"] == "overflow":
-        return f"{where}: room for {incident['seen']} rows, {incident['expected']} are needed"
-    return (
-        f"{where}: waited for {incident['waiting_for']} from rank {incident['peer']}: "
-        f"seen {incident['seen']}, expected {incident['expected']}"
-    )
+    whats = {
+        "mismatch": f"what rank {incident['peer']} sent is not of this call",
+        "bad_input": "invalid expert ids",
+        "no_layout": "the counts of this handle's dispatch were never exchanged",
+        "masked": f"rank {incident['peer']} was masked since the forward pass",
+        "cut_off": f"rank {incident['peer']} goes on without this rank",
+        "overflow": f"room for {incident['seen']} rows, {incident['expected']} are needed",
+    }
+    waited = f"waited for {incident['waiting_for']} from rank {incident['peer']}"
+    counts = f"seen {incident['seen']}, expected {incident['expected']}"
+    return f"{where}: {whats.get(incident['outcome'], f'{waited}: {counts}')}"

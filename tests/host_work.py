@@ -105,12 +105,12 @@ def measure(rounds: int) -> dict[str, float]:
     from megatron_ep.buffer import low_latency as backends
     from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
 
-    def connect(group: Any, max_tokens: int, largest: Any, mask_timeout: None) -> tuple[Any, ...]:
+    def connect(group: Any, max_tokens: int, largest: Any, masking: bool, sums_at_expert: bool) -> tuple[Any, ...]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
         heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
         backend = group.live_backend()
         low_latency = launchless.low_latency(backend.launcher, heap, SMS)
-        return backends.LowLatencyRanks(heap, LowLatencyConnection(low_latency), None), None
+        return heap, LowLatencyConnection(low_latency)
 
     event = SimpleNamespace(query=lambda: True)
     stream = SimpleNamespace(cuda_stream=7, record_event=lambda: event, wait_event=lambda event: None)

@@ -18,7 +18,7 @@ from megatron_ep.buffer import connect, cuda, host, low_latency, release, sizes
 from megatron_ep.buffer.interface import Backend, Part
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
-from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
+from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_equal, require_type
 from megatron_ep.diagnosis import blame
 from megatron_ep.errors import EPAbortError, EPError
 from megatron_ep.fabrics import atomics, choice, gpu, peer_memory, tcp, verbs
@@ -46,7 +46,6 @@ class DistributedRankGroup(RankGroup):
     """
 
     fabric: str
-    _network: tcp.Network | None = None  # network between nodes, if a thread of the host serves it
     _memory_kind: str  # how ranks over p2p map each other's memory
     _failed_reset = ""  # why the last reset failed, if it did
 
@@ -122,10 +121,6 @@ class DistributedRankGroup(RankGroup):
         self._backend, self._network = self._rendezvous.agree(make)
         self._network.connect(self._rendezvous)
         return choice.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
-
-    @property
-    def spans_machines(self) -> bool:
-        return self._network is not None
 
     @property
     def _is_one_machine(self) -> bool:
@@ -280,18 +275,15 @@ class DistributedRankGroup(RankGroup):
                 if rank in ranks and not has_ended(former):
                     raise EPError(f"rank {rank} came back in process {info.pid}, but its former one, {former}, lives")
 
-        self._renew(self.live_backend().memories, ranks, check_processes)
+        self.renew(self.live_backend().memories, ranks, check_processes)
         if self.device.type == "cuda":
             self._rendezvous.agree(lambda: None)  # matches a step of `p2p.connect` on the other ranks
         self._infos = infos
         self._neighbours.update(enumerate(info.pid for info in infos))
 
-    def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
+    def renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
         """Maps the memory of ranks in new processes at its former addresses, while they run `shared_segments` or
-        `low_latency_connection`."""
-        self._renew(memories, ranks, lambda: None)
-
-    def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
+        `low_latency_connection`. check: an error on one rank is raised on all."""
         own = memories[self.rank]
 
         def checked() -> Any:
@@ -335,11 +327,7 @@ class DistributedRankGroup(RankGroup):
             check()
             return None, plain
 
-        _, everyone = self._rendezvous.exchange(step, kind=dict[str, Plain])
-        for rank, others in enumerate(everyone):
-            for name, mine in plain.items():
-                if (other := others.get(name)) != mine:
-                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {other} on rank {rank}, must be equal")
+        require_equal(self._rendezvous.exchange(step, kind=dict[str, Plain])[1])
 
     def _introduce(self, topology: Topology | None, device: str | torch.device) -> RankInfo:
         require_type("config", self.config, Config)

@@ -81,12 +81,7 @@ class LaunchEvents:
         begun = self._pending[0][0]
         if begun is not self._begun:
             self._begun, self._seen = begun, time.monotonic()
-        seconds = time.monotonic() - self._seen
-        if seconds > MAX_TIMEOUTS * self._timeout:
-            raise EPStuckError(
-                f"a launch has been on the GPU for {seconds:.1f} s, though each of its own waits ends after "
-                f"{self._timeout:g} s: {WAITS_INSIDE}; this process has to end"
-            )
+        self._check_time("a launch", self._seen, self._timeout, WAITS_INSIDE)
 
     def _check_call(self, timeout: float) -> None:
         now = time.monotonic()
@@ -98,11 +93,16 @@ class LaunchEvents:
             self._call, self._call_seen = call, now
             return
         name, given_up = call
-        if now - self._call_seen > MAX_TIMEOUTS * timeout:
+        why = f"{WAITS_INSIDE}, or other work behind it does not end" if given_up else WAITS_INSIDE
+        self._check_time(name, self._call_seen, timeout, why)
+
+    @staticmethod
+    def _check_time(what: str, seen: float, timeout: float, why: str) -> None:
+        seconds = time.monotonic() - seen
+        if seconds > MAX_TIMEOUTS * timeout:
             raise EPStuckError(
-                f"{name} has been on the GPU for {now - self._call_seen:.1f} s, though each of its own waits ends "
-                f"after {timeout:g} s: {WAITS_INSIDE}{', or other work behind it does not end' if given_up else ''}; "
-                "this process has to end"
+                f"{what} has been on the GPU for {seconds:.1f} s, though each of its own waits ends after "
+                f"{timeout:g} s: {why}; this process has to end"
             )
 
 

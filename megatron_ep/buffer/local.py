@@ -57,30 +57,35 @@ class LocalRankGroup(RankGroup):
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = gpu.num_sms(config, self.device, len(self.ranks), sizes.default_sms(self.topology))
             self.heap = sizes.gpu_heap(self.topology, config, sms, len(self.ranks))
-            connection = p2p.of_one_process(self.ranks, self.heap, self.device, sms, config)
+            memories = p2p.own_memories(len(self.ranks), self.heap.bytes, self.device)
+            connection = p2p.over(memories, self.ranks, self.heap, self.device, sms, config)
             self._backend = cuda.CudaBackend(connection, self.heap, self.device, sms)
             log_set_up(self, "p2p (one GPU)", sms)
-            self.one_hop = low_latency.connect_one_hop(self)
-            return
-        self.heap = sizes.host_heap(self.topology, config)
-        self._backend = host.HostBackend(
-            self.heap,
-            self.ranks,
-            [_C.Segment.anonymous(self.heap.bytes) for _ in self.ranks],
-            timeout=config.timeout_seconds,
-            threads=threads,
-            seed=seed,
-            lost_signal=lost_signal,
-            stalled=stalled or (0, 0),
-        )
-        network = "" if seed is None else f", a simulated network of seed {seed}"
-        log_set_up(self, f"memory of this process{network}")
+        else:
+            self.heap = sizes.host_heap(self.topology, config)
+            self._backend = host.HostBackend(
+                self.heap,
+                self.ranks,
+                self.shared_segments(self.heap.bytes),
+                timeout=config.timeout_seconds,
+                threads=threads,
+                seed=seed,
+                lost_signal=lost_signal,
+                stalled=stalled or (0, 0),
+            )
+            network = "" if seed is None else f", a simulated network of seed {seed}"
+            log_set_up(self, f"memory of this process{network}")
         self.one_hop = low_latency.connect_one_hop(self)
 
     def low_latency_connection(self, heap: _C.LowLatencyHeap, blocks: int) -> LowLatencyConnection:
         backend = self.live_backend()
         assert isinstance(backend, cuda.CudaBackend)
-        return p2p.low_latency_of_one_process(heap, self.device, blocks, backend.connection)
+        memories = p2p.own_memories(len(self.ranks), heap.bytes, self.device)
+        return p2p.low_latency_over(memories, heap, blocks, backend.connection)
+
+    def shared_segments(self, size: int) -> list[_C.Segment]:
+        """Returns `size` bytes of host memory for each rank."""
+        return [_C.Segment.anonymous(size) for _ in self.ranks]
 
     def reset(self) -> None:
         self._start_anew()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ep import _C
 from megatron_ep.buffer import sizes
@@ -19,15 +19,29 @@ SEEDED_WARPS = 3  # with a seed, more warps give more interleavings
 
 
 class LowLatencyRanks:
-    """The low-latency mode of the ranks of this process."""
+    """The low-latency mode of the ranks of this process, a part of their buffer. Construction is collective.
 
-    def __init__(self, heap: _C.LowLatencyHeap, connection: LowLatencyConnection, masks: Masks | None):
-        self.heap = heap
-        self._offsets: dict[int, dict[str, int]] = {}
+    group: the ranks, a `RankGroup`; not kept, because it keeps this, and only the collector would then free both.
+    max_tokens: largest number of tokens of a rank; less if `sums_at_expert` lowers it.
+    largest: format of the largest row.
+    mask_timeout: see `LowLatency`; None: no masks.
+    sums_at_expert: whether every combine sums there, and on a GPU max_tokens is only as large as is faster than rings.
+    """
+
+    def __init__(
+        self, group: Any, max_tokens: int, largest: Any, mask_timeout: float | None, *, sums_at_expert: bool = False
+    ):
+        self.largest = largest
+        self.masks: Masks | None = None  # launches, including those in graphs, need their memory
+        if mask_timeout is not None:
+            world, timeout = group.topology.world_size, group.config.timeout_seconds
+            self.masks = Masks(group.ranks, world, group.device, mask_timeout=mask_timeout, timeout=timeout)
+            group.live_backend().masks = True
+        self.heap, connection = connect(group, max_tokens, largest, self.masks is not None, sums_at_expert)
+        self.max_tokens: int = self.heap.max_tokens
         self.launcher: _C.LowLatencyLauncher = connection.launcher
-        self._masks = masks  # launches, including those in graphs, need the memory of the masks
-        self.memories = connection.memories
-        self.network_memory = connection.network_memory
+        self.memories, self.network_memory = connection.memories, connection.network_memory
+        self._offsets: dict[int, dict[str, int]] = {}
 
     def offsets(self, topk: int) -> dict[str, int]:
         """Returns the offsets of the parts of a handle's layout."""
@@ -46,6 +60,8 @@ class LowLatencyRanks:
 
     def reset(self) -> None:
         self.launcher.reset()
+        if self.masks is not None:
+            self.masks.reset()
 
     def release(self) -> None:
         del self.launcher
@@ -53,50 +69,22 @@ class LowLatencyRanks:
         self.network_memory = None
 
 
-class OneHop(NamedTuple):
-    """The launches of a buffer's dispatches and combines with few tokens.
-
-    max_tokens: promised tokens of a rank up to which a dispatch takes them. row_bytes: size of the largest row.
-    keeps_lines: whether rows go as lines, which flat rows need.
-    """
-
-    ranks: LowLatencyRanks
-    max_tokens: int
-    row_bytes: int
-    keeps_lines: bool
-
-
-def connect_one_hop(group: Any) -> OneHop | None:
+def connect_one_hop(group: Any) -> LowLatencyRanks | None:
     """Returns the launches of calls with at most `Config.max_tokens` tokens; None without it. Collective."""
     if (most := group.config.max_tokens) is None:
         return None
-    largest = sizes.largest_row(group.config)
-    ranks, _ = connect(group, most, largest, None, sums_at_expert=True)
+    ranks = LowLatencyRanks(group, most, sizes.largest_row(group.config), None, sums_at_expert=True)
     group.live_backend().attach(ranks)
-    return OneHop(ranks, ranks.heap.max_tokens, largest.payload_bytes, ranks.heap.lines)
+    return ranks
 
 
 def connect(
-    group: Any, max_tokens: int, largest: Any, mask_timeout: float | None, *, sums_at_expert: bool = False
-) -> tuple[LowLatencyRanks, Masks | None]:
-    """Returns the ranks and the masks of a buffer's low-latency mode. Collective.
-
-    sums_at_expert: whether every combine sums there, and on a GPU max_tokens is only as large as is faster than rings.
-    """
+    group: Any, max_tokens: int, largest: Any, masking: bool, sums_at_expert: bool
+) -> tuple[_C.LowLatencyHeap, LowLatencyConnection]:
+    """Connects the ranks of a low-latency mode. Collective. See `LowLatencyRanks`."""
     backend, topology = group.live_backend(), group.topology
-    local = len(group.ranks) == topology.world_size
-    masks = None
-    if mask_timeout is not None:
-        masks = Masks(
-            group.ranks,
-            topology.world_size,
-            group.device,
-            mask_timeout=mask_timeout,
-            timeout=group.config.timeout_seconds,
-        )
-        backend.masks = True
 
-    def make_heap(channels: int, staged: bool, lines: bool = False) -> Any:
+    def make_heap(channels: int, staged: bool, lines: bool) -> _C.LowLatencyHeap:
         """Returns a heap. lines: whether to use packets with inline flags, which needs mapped ranks without masks."""
         return _C.LowLatencyHeap(
             nodes=topology.nodes,
@@ -106,7 +94,7 @@ def connect(
             largest=largest,
             staged=staged,
             channels=channels,
-            masking=masks is not None,
+            masking=masking,
             lines=lines,
             sums_at_expert=sums_at_expert,
         )
@@ -116,24 +104,21 @@ def connect(
         # With a seed, rows pass through a simulated network, and some warps share a channel.
         has_network = backend.is_seeded or group.spans_machines
         staged = has_network and topology.nodes > 1
-        heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
-        anonymous = [_C.Segment.anonymous(heap.bytes) for _ in group.ranks] if local else None
-        segments = anonymous or group.shared_segments(heap.bytes)
+        heap = make_heap(max(1, warps - 1), staged, lines=not masking and not staged)
+        segments = group.shared_segments(heap.bytes)
         made = _C.host_low_latency(group=backend.launcher, heap=heap, segments=segments, warps=warps)
-        group.open_on_network(tolerates_loss=masks is not None)
-        return LowLatencyRanks(heap, LowLatencyConnection(made, list(segments)), masks), masks
+        group.open_on_network(tolerates_loss=masking)
+        return heap, LowLatencyConnection(made, segments)
     is_mapped = backend.connection.maps_all_ranks
-    lines = is_mapped and masks is None and group.keeps_lines()
-    blocks, staged = _blocks(group, lines), not is_mapped and topology.nodes > 1
+    lines = is_mapped and not masking and group.keeps_lines()
+    # The ranks of this process are launched in sequence, so each may use the SMs of all.
+    local = len(group.ranks)
+    blocks = gpu.num_sms(group.config, group.device, local, sizes.low_latency_sms(lines)) * local
+    staged = not is_mapped and topology.nodes > 1
     if sums_at_expert:
         max_tokens = min(max_tokens, sizes.most_tokens_in_one_hop(group.config, blocks, staged))
     heap = make_heap(1 if is_mapped else blocks, staged, lines)
     connection = group.low_latency_connection(heap, blocks)
     if not is_mapped:
-        group.open_on_network(tolerates_loss=masks is not None)
-    return LowLatencyRanks(heap, connection, masks), masks
-
-
-def _blocks(group: Any, lines: bool) -> int:
-    """Returns the SMs of a launch. The ranks of this process are launched in sequence, so each may use those of all."""
-    return gpu.num_sms(group.config, group.device, len(group.ranks), sizes.low_latency_sms(lines)) * len(group.ranks)
+        group.open_on_network(tolerates_loss=masking)
+    return heap, connection

@@ -18,7 +18,7 @@ from megatron_ep import _C
 from megatron_ep.buffer.call_cache import CallCache
 from megatron_ep.buffer.call_log import CallLog
 from megatron_ep.buffer.interface import Backend, RowCounts
-from megatron_ep.buffer.low_latency import OneHop
+from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
@@ -33,6 +33,7 @@ from megatron_ep.errors import (
     describe,
     summarize,
 )
+from megatron_ep.fabrics import tcp
 from megatron_ep.meeting.failure_broadcast import Failure
 from megatron_ep.meeting.processes import OfOneProcess
 
@@ -114,8 +115,9 @@ class RankGroup(OfOneProcess):
     resets: int = 0  # since it was made
     last_counts: RowCounts | None = None  # of the last dispatch for whose counts the host has waited
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
-    one_hop: OneHop | None = None  # of calls with few tokens, see `Config.max_tokens`
+    one_hop: LowLatencyRanks | None = None  # of calls with few tokens, see `Config.max_tokens`
     _backend: Backend | None = None
+    _network: tcp.Network | None = None  # network between nodes, if a thread of the host serves it
     _monitor: Monitor | None = None
     _is_left = False  # whether it was garbage-collected, and its closing deferred
     _is_seen = False  # whether the failure since the last reset was raised or logged
@@ -135,10 +137,14 @@ class RankGroup(OfOneProcess):
         """Whether the buffer has not been closed."""
         return self._backend is not None and not self._is_left
 
+    def for_caller(self, of_ranks: list[Any]) -> Any:
+        """Returns what a call gives its caller for the ranks of this process: the list, or its only item."""
+        return of_ranks if self.takes_lists else of_ranks[0]
+
     @property
     def spans_machines(self) -> bool:
         """Whether a thread of the host serves a network to some ranks."""
-        return False
+        return self._network is not None
 
     @property
     def ring_bytes(self) -> dict[str, int]:
@@ -375,11 +381,16 @@ class RankGroup(OfOneProcess):
 
     def _cause(self, outcome: str, rank: int) -> str:
         """Returns the cause, equal on all ranks, including unreachable ones."""
+        if (heard := self._heard) is not None:
+            return heard.cause
         if self._monitor is None:
             return self._own_cause(outcome, rank)
-        if (heard := self._monitor.heard) is not None:
-            return heard.cause
         return self._monitor.first(self.describe(outcome, rank)).cause
+
+    @property
+    def _heard(self) -> Failure | None:
+        """The failure that all ranks raise, if it came from another rank already."""
+        return None if self._monitor is None else self._monitor.heard
 
     def _own_cause(self, outcome: str, rank: int) -> str:
         """Returns the cause by the statuses of all reachable ranks. Waits until nothing is missing in it, or until this
@@ -392,8 +403,7 @@ class RankGroup(OfOneProcess):
             except RuntimeError:  # a GPU that no longer answers
                 statuses, deadline = [], 0.0
             cause = self._cause_by(statuses, outcome, rank)
-            is_heard = self._monitor is not None and self._monitor.heard is not None
-            if MISSING not in cause or is_heard or time.monotonic() > deadline:
+            if MISSING not in cause or self._heard is not None or time.monotonic() > deadline:
                 return cause.replace(MISSING, "")
             time.sleep(1e-3)
 
@@ -460,7 +470,7 @@ class RankGroup(OfOneProcess):
         cause = self._cause(outcome, rank)
         incidents = by_cause(self.live_backend().launcher.incidents(), first_rank=rank)
         lines = summarize(incidents)
-        heard = self._monitor.heard if self._monitor is not None else None
+        heard = self._heard
         if heard is not None and heard.incident and heard.incident not in lines:
             lines.insert(0, heard.incident)  # the rank that gave up first is not readable from here
         if outcome == "timeout" and (backward := self.calls.backward_pass(incidents)):

@@ -245,8 +245,5 @@ def _report_of_host() -> str:
     wanted = os.environ.get(VARIABLE)
     if wanted in OF_HOST:
         return wanted
-    missing = {
-        name: what_lacks(name, on_gpus=False) if nvshmem_env.has_cards() else nvshmem_env.NO_CARD for name in BY_CARD
-    }
-    lacking = "; ".join(dict.fromkeys(missing.values()))
-    return next((name for name, why in missing.items() if not why), f"{TCP} ({lacking})")
+    chosen = _first_of(BY_CARD, None, "", lambda lacking: [lacking], on_gpus=False)
+    return chosen.name if chosen.name != TCP else f"{TCP} ({chosen.reason.removeprefix('; ')})"

@@ -24,18 +24,7 @@ def low_latency(rank: GpuRank, heap: _C.LowLatencyHeap, connection: Connection) 
     memories = peer_memories(
         rank.rendezvous, gpu.prepare_to_allocate, rank.device, heap.bytes, rank.processes, kind=rank.memory
     )
-    return _low_latency(memories, heap, rank.blocks, connection)
-
-
-def of_one_process(ranks: Sequence[int], heap: _C.Heap, device: torch.device, sms: int, config: Config) -> Connection:
-    """Connects ranks that are all in this process, on one GPU."""
-    return over(_own_memories(len(ranks), heap.bytes, device), ranks, heap, device, sms, config)
-
-
-def low_latency_of_one_process(
-    heap: _C.LowLatencyHeap, device: torch.device, blocks: int, connection: Connection
-) -> LowLatencyConnection:
-    return _low_latency(_own_memories(len(connection.memories), heap.bytes, device), heap, blocks, connection)
+    return low_latency_over(memories, heap, rank.blocks, connection)
 
 
 def over(
@@ -58,13 +47,14 @@ def over(
     return Connection(group, memories)
 
 
-def _own_memories(count: int, size: int, device: torch.device) -> list[_C.DeviceMemory]:
+def own_memories(count: int, size: int, device: torch.device) -> list[_C.DeviceMemory]:
+    """Returns memory of ranks that are all in this process, on one GPU."""
     with torch.cuda.device(device):
         gpu.prepare_to_allocate()
         return [_C.DeviceMemory.create(device.index, size) for _ in range(count)]
 
 
-def _low_latency(
+def low_latency_over(
     memories: list[Any], heap: _C.LowLatencyHeap, blocks: int, connection: Connection
 ) -> LowLatencyConnection:
     group = _C.cuda_low_latency(group=connection.launcher, heap=heap, memories=memories, blocks=blocks)

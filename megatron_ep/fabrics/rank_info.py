@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import Config, Topology, require_equal
 from megatron_ep.fabrics import choice, gpu, near_cards, peer_memory
 from megatron_ep.meeting import nodes, processes
 from megatron_ep.meeting.codec import Plain
@@ -94,12 +94,8 @@ def machines(infos: Sequence[RankInfo]) -> list[str]:
 def agreed_topology(infos: Sequence[RankInfo], config: Config) -> Topology:
     """Returns the topology of the ranks. Raises ValueError on all ranks if settings differ between ranks, if the
     topology has another number of ranks, or if a node of ranks on the host would span machines."""
-    first, places = infos[0].shared(), machines(infos)
-    for rank, info in enumerate(infos):
-        for name, value in info.shared().items():
-            if value != first[name]:
-                raise ValueError(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}, must be equal")
-    topology = infos[0].topology
+    places, topology = machines(infos), infos[0].topology
+    require_equal([info.shared() for info in infos])
     if topology is None:
         nvlink = [info.domain or place for info, place in zip(infos, places, strict=True)]
         topology = nodes.topology_of(nvlink, infos[0].ranks_per_node)

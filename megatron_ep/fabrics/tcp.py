@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ep import _C
+from megatron_ep.config import require_equal
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import verbs
 from megatron_ep.meeting import codec
@@ -136,7 +137,7 @@ class Network:
             )
             if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in listening])):
                 log.warning("ranks that send to each other take different network cards: %s", warning)
-            check_alike([one.settings for one in listening])
+            require_equal([one.settings for one in listening], "environment variable ")
             limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[int, socket.socket]:
@@ -230,17 +231,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def check_alike(settings: Sequence[Mapping[str, int]]) -> None:
-    """Raises ValueError if environment variables of the network differ between ranks."""
-    for rank, own in enumerate(settings):
-        for name, first in settings[0].items():
-            if own.get(name) != first:
-                raise ValueError(
-                    f"environment variable {name} is {first} on rank 0 and {own.get(name)} on rank {rank}, "
-                    "must be equal"
-                )
 
 
 def proof(*parts: bytes) -> bytes:
@@ -427,23 +417,30 @@ def _connect_all(
     `check` raises, which is called about once a second."""
     warn_at = time.monotonic() + WARN_S
 
+    def unreached(made: Mapping[int, socket.socket], why: Mapping[int, str], seconds: float) -> str:
+        other, *rest = [other for other in others if other not in made]
+        place = f"rank {other} ({machines[other]}, {listening[other].host} port {listening[other].port})"
+        text = f"{place} did not reach rank {rank} within {seconds:g} s"
+        if other < rank:
+            reason = why.get(other, "no answer (a firewall?)")
+            text = f"rank {rank} did not reach {place} within {seconds:g} s: {reason}"
+        return (
+            f"{text}{f', nor {len(rest)} others' if rest else ''}; if that is the wrong network, {VARIABLE} says on "
+            "which address a rank listens, and megatron-ep check --network finds the right one"
+        )
+
     def check_and_warn(made: Mapping[int, socket.socket], why: Mapping[int, str]) -> None:
         nonlocal warn_at
         if time.monotonic() > warn_at:
             warn_at += limit
-            log.warning(
-                "%s; it tries for %g s", _unreached(rank, missing(made), listening, machines, why, WARN_S), limit
-            )
+            log.warning("%s; it tries for %g s", unreached(made, why, WARN_S), limit)
         check()
 
-    def missing(made: Mapping[int, socket.socket]) -> list[int]:
-        return [other for other in others if other not in made]
-
     made, why = join(rank, others, listening, listener, limit, check_and_warn)
-    if absent := missing(made):
+    if len(made) < len(others):
         for connection in made.values():
             connection.close()
-        raise EPError(_unreached(rank, absent, listening, machines, why, limit))
+        raise EPError(unreached(made, why, limit))
     return made
 
 
@@ -494,27 +491,3 @@ def join(
     finally:
         joining.close()
     return joining.made, joining.why
-
-
-def _unreached(
-    rank: int,
-    missing: Sequence[int],
-    listening: Sequence[Listening],
-    machines: Sequence[str],
-    why: Mapping[int, str],
-    limit: float,
-) -> str:
-    other = missing[0]
-    there = listening[other]
-    place = f"rank {other} ({machines[other]}, {there.host} port {there.port})"
-    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
-    if other < rank:
-        text = (
-            f"rank {rank} did not reach {place} within {limit:g} s: {why.get(other, 'no answer (a firewall?)')}{more}"
-        )
-    else:
-        text = f"{place} did not reach rank {rank} within {limit:g} s{more}"
-    return (
-        f"{text}; if that is the wrong network, {VARIABLE} says on which address a rank listens, and megatron-ep check "
-        "--network finds the right one"
-    )

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer import low_latency as launches
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.buffer.call_cache import CallCache, signature
+from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
+from megatron_ep.low_latency import checks
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
 from megatron_ep.low_latency.calls import LowLatencyCalls
-from megatron_ep.low_latency.checks import Checks, Limits
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.plans import RECEIVED, Pending
@@ -96,8 +96,8 @@ class LowLatency(MaskedRanks):
         patience = None
         if on_dead_rank == "mask":
             patience = min(group.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
-        self._calls = LowLatencyCalls(group, *launches.connect(group, max_tokens, largest, patience))
-        self._checks = Checks(group, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
+        ranks = LowLatencyRanks(group, max_tokens, largest, patience)
+        self._calls = LowLatencyCalls(group, ranks, hidden * dtype.itemsize)
         self._plans = CallCache()
 
     @property
@@ -175,11 +175,11 @@ class LowLatency(MaskedRanks):
                 needs_gradient = key[0]
             else:
                 group.check_usable()
-                plan, inputs, needs_gradient = self._checks.check_dispatch(tensors, settings)
+                plan, inputs, needs_gradient = checks.check_dispatch(calls, tensors, settings)
                 self._keep(key, plan, tensors, inputs[0])
                 backend = calls.backend
-            if self._checks.on_host:  # on a GPU the kernels check them
-                self._checks.check_id_values(inputs)
+            if group.device.type == "cpu":  # on a GPU the kernels check them
+                checks.check_id_values(group, inputs)
             handle = LowLatencyHandle(calls, plan)
             if not needs_gradient:
                 parts = calls.dispatch(handle, backend, inputs, pending)
@@ -257,10 +257,8 @@ class LowLatency(MaskedRanks):
                 if not is_own:
                     raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
                 handle.check()
-                _check_weights_at(sum_at, topk_weights, row_weights)
-                plan, inputs, needs_gradient = self._checks.check_combine(handle, tensors, sum_at, renormalize)
-                if renormalize:
-                    self._check_renormalize(factors, sum_at, needs_gradient)
+                weights = topk_weights, row_weights
+                plan, inputs, needs_gradient = checks.check_combine(handle, tensors, *weights, sum_at, renormalize)
                 self._keep(key, plan, tensors, inputs[0])
                 backend = calls.backend
             if not needs_gradient:
@@ -272,10 +270,3 @@ class LowLatency(MaskedRanks):
             parts = differentiable_combine(handle, plan, inputs, pending)
         sums = [y for y, *_ in parts] if group.takes_lists else parts[0][0]
         return (sums, pending[0].receive) if pending else sums
-
-
-def _check_weights_at(sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None) -> None:
-    """Raises ValueError if the weights of the other sum_at are given."""
-    used, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
-    if {"topk_weights": topk_weights, "row_weights": row_weights}[other] is not None:
-        raise ValueError(f"{other} is given, must be None with {used} and sum_at={sum_at!r}")

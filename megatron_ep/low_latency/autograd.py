@@ -162,7 +162,8 @@ def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> Tensors
         rows=plan.rows,
     )
     inputs = [(x[i], ids[i], at(weights, i), None, None, None) for i in range(n)]
-    made = handle.for_plan(of_these)
+    handle.check()
+    made = LowLatencyHandle(handle.calls, of_these, handle.forward or handle)
     run = functools.partial(handle.calls.dispatch, made, handle.calls.backend, inputs, None, zero=True)
     return DispatchFunction.apply(made, run, *sent)
 

@@ -14,7 +14,6 @@ import torch
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Members
 from megatron_ep.buffer.low_latency import SEND, LowLatencyRanks
-from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import RECEIVED, CombinePlan, DispatchPlan, InFlight, Pending
@@ -45,12 +44,15 @@ class LowLatencyCalls:
 
     Inputs and results are those of each rank. pending: a list to which the call is appended; None: it is received
     immediately.
+
+    row_bytes: bytes of the largest row that is not float8.
     """
 
-    def __init__(self, group: RankGroup, ranks: LowLatencyRanks, masks: Masks | None):
+    def __init__(self, group: RankGroup, ranks: LowLatencyRanks, row_bytes: int):
         self.group = group
-        self.masks = masks
+        self.masks = ranks.masks
         self.ranks = ranks
+        self.row_bytes = row_bytes
         self.resets = 0
         self.dispatches, self.combines = InFlight("dispatch"), InFlight("combine")
         self.backend.attach(self)
@@ -78,8 +80,6 @@ class LowLatencyCalls:
     def reset(self) -> None:
         self.resets += 1
         self.ranks.reset()
-        if self.masks is not None:
-            self.masks.reset()
         self.dispatches.give_up()
         self.combines.give_up()
 
@@ -175,20 +175,8 @@ class LowLatencyCalls:
             handle.layouts.append(layout)
             parts.append((out, probs, out_scales))
             number = layout.data_ptr() + call_offset
-            per_launch += (
-                layout,
-                number,
-                ids,
-                x,
-                scales,
-                weights,
-                out,
-                out_scales,
-                probs,
-                recv_rows,
-                wait_ns,
-                required,
-            )
+            per_launch += (layout, number, ids, x, scales, weights, out, out_scales, probs)
+            per_launch += (recv_rows, wait_ns, required)
         handle.call = self._launch(self.dispatches, backend, plan.call, stream, per_launch, pending)
         return parts
 

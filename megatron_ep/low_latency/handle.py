@@ -22,8 +22,6 @@ class LowLatencyHandle(OfOneProcess):
     call: the dispatch.
     """
 
-    __slots__ = ("call", "calls", "forward", "layouts", "made_on", "plan", "resets")
-
     def __init__(
         self,
         calls: Any,  # LowLatencyCalls
@@ -69,28 +67,19 @@ class LowLatencyHandle(OfOneProcess):
         if self.call is not None and not self.call.received:
             raise ValueError("handle is of a dispatch that was not received yet: call its hook first")
 
-    def for_plan(self, plan: DispatchPlan) -> LowLatencyHandle:
-        """Returns a handle for another dispatch of the same tokens."""
-        self.check()
-        return LowLatencyHandle(self.calls, plan, self.forward or self)
-
     def in_backward(self) -> LowLatencyHandle:
         """Returns this handle for a combine in a backward pass."""
         same = LowLatencyHandle(self.calls, self.plan, self.forward or self)
         same.layouts, same.made_on, same.call, same.resets = self.layouts, self.made_on, self.call, self.resets
         return same
 
-    def ids(self) -> list[torch.Tensor]:
-        """Returns topk_idx of the dispatch, int32 [T, K] per rank; -2 - id if the expert's rank was masked."""
-        first = self.plan.offsets["experts"]
-        return [
-            layout[first : first + tokens * self.topk].view(tokens, self.topk)
-            for layout, tokens in zip(self.layouts, self.plan.num_tokens, strict=True)
-        ]
-
     def sent_ids(self) -> list[torch.Tensor]:
-        """Returns `ids` with -1 for choices of ranks that were masked."""
-        return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
+        """Returns topk_idx of the dispatch, int32 [T, K] per rank, with -1 for choices of ranks that were masked."""
+        first, found = self.plan.offsets["experts"], []
+        for layout, tokens in zip(self.layouts, self.plan.num_tokens, strict=True):
+            ids = layout[first : first + tokens * self.topk].view(tokens, self.topk)
+            found.append(ids if self.calls.masks is None else ids.clamp_min(-1))  # -2 - id if the rank was masked
+        return found
 
     def active(self, rank: int) -> torch.Tensor:
         """Returns a view, int32 [W]: 1 for each rank that took part in both halves of the dispatch. Only with masks."""

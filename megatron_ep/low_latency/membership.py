@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ep.buffer.distributed import DistributedRankGroup
 from megatron_ep.buffer.low_latency_mask import Masks
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.config import Config, is_number, require_int
+from megatron_ep.config import Config, is_number, require_int, require_one_of
 from megatron_ep.errors import EPError
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.meeting.processes import OfOneProcess
@@ -38,14 +38,14 @@ class MaskedRanks(OfOneProcess):
         neither has masked the other. A rank that is masked because it was late gets an EPMaskedError instead.
         Raises ValueError with on_dead_rank="raise".
         """
-        return self._of_ranks(self._masks.active)
+        return self._group.for_caller(list(self._masks.active))
 
     @property
     def dropped_choices(self) -> Any:
         """int64 [2] on the buffer's device, a list of them with a LocalCluster: choices of this rank's tokens that
         dispatches did not send, and that combines lacked (including those of their dispatches), because the expert's
         rank was masked. Counted since creation or the last reset. Raises ValueError with on_dead_rank="raise"."""
-        return self._of_ranks(self._masks.dropped)
+        return self._group.for_caller(list(self._masks.dropped))
 
     def masked_ranks(self) -> Any:
         """Returns the ranks that calls have masked, a list of lists with a LocalCluster, without waiting for the GPU.
@@ -54,7 +54,7 @@ class MaskedRanks(OfOneProcess):
         """
         masks = self._masks
         masks.log_news()
-        return self._of_ranks([masks.masked(i) for i in range(len(self._group.ranks))])
+        return self._group.for_caller([masks.masked(i) for i in range(len(self._group.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
         """Readmits ranks whose processes have ended, also because of an EPMaskedError, and were started again.
@@ -110,17 +110,6 @@ class MaskedRanks(OfOneProcess):
         assert self._calls.masks is not None
         return self._calls.masks
 
-    def _of_ranks(self, values: list[Any]) -> Any:
-        return list(values) if self._group.takes_lists else values[0]
-
-    def _check_renormalize(self, factors: Any, sum_at: str, needs_gradient: bool) -> None:
-        if self._calls.masks is None or factors is None or sum_at != "token":
-            raise ValueError(
-                "renormalize is True, must be False unless on_dead_rank is 'mask' and weights are given at the token"
-            )
-        if needs_gradient:
-            raise ValueError("renormalize is True, must be False where a gradient is needed")
-
 
 def check_restorable(config: Config) -> None:
     """Raises ValueError for a buffer with calls in one hop, which `LowLatency.readmit` does not restore."""
@@ -130,8 +119,7 @@ def check_restorable(config: Config) -> None:
 
 def check_policy(on_dead_rank: object, mask_timeout: object, timeout: float) -> None:
     """Raises ValueError for invalid values of LowLatency's arguments. timeout: `Config.timeout_seconds`."""
-    if on_dead_rank not in ON_DEAD_RANK:
-        raise ValueError(f"on_dead_rank is {on_dead_rank!r}, must be one of {', '.join(map(repr, ON_DEAD_RANK))}")
+    require_one_of("on_dead_rank", on_dead_rank, ON_DEAD_RANK)
     if mask_timeout is None:
         return
     ok = is_number(mask_timeout) and 0 < mask_timeout <= timeout

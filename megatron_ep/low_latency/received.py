@@ -59,8 +59,7 @@ class LowLatencyReceived:
 
 def _one(handle: LowLatencyHandle, view_of: Callable[[int], torch.Tensor]) -> Any:
     """Creates a view on access: most callers need few of them, and each takes torch some time."""
-    views = [view_of(i) for i in range(len(handle.layouts))]
-    return views if handle.calls.group.takes_lists else views[0]
+    return handle.group.for_caller([view_of(i) for i in range(len(handle.layouts))])
 
 
 def received_of(

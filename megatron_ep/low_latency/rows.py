@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep.buffer.interface import Backend
+from megatron_ep.config import require_one_of
 from megatron_ep.float8 import SCALES_OF_WORD
 from megatron_ep.normal.api import check_scales
 from megatron_ep.normal.one_hop import fill_with_zeros
@@ -51,8 +52,7 @@ def float8_of(
     xs: list[torch.Tensor], fp8: str | None, scales: list[torch.Tensor] | None, scale_layout: str
 ) -> Float8 | None:
     """Returns the format for the arguments of a dispatch. Raises ValueError for an invalid combination."""
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout is {scale_layout!r}, must be one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+    require_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     if fp8 is not None:
         if fp8 not in SCALE_FORMATS:
             raise ValueError(f"fp8 is {fp8!r}, must be None or one of {', '.join(map(repr, SCALE_FORMATS))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 
 def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
@@ -30,10 +30,9 @@ def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
     return True
 
 
-def is_restarted(environment: Mapping[str, str] | None = None) -> bool:
+def is_restarted() -> bool:
     """Returns whether this rank replaces one that failed: torchrun --max-restarts, or a job that Slurm has requeued."""
-    env = os.environ if environment is None else environment
-    return any(int(env.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def first_host(nodelist: str) -> str:

@@ -68,5 +68,5 @@ def unread_combine(x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | N
         return (rows.new_zeros(()).expand(handle.ranks[0].num_tokens, rows.shape[1]),)
 
     if weights is None:
-        return CombineFunction.apply(handle, 1, nothing, x)[0]
-    return WeightedCombineFunction.apply(handle, 1, nothing, x, weights)[0]
+        return CombineFunction.apply(handle, nothing, x)[0]
+    return WeightedCombineFunction.apply(handle, nothing, x, weights)[0]

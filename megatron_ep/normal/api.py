@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 
 from megatron_ep import float8
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
-from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
+from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int, require_int_or_none, require_one_of
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal import plan as plans
 from megatron_ep.normal.handle import CountRequest, Handle, shapes_of
@@ -76,20 +77,17 @@ class _ReceivedLater(Received):
         if known:
             self.__dict__.update(known)
 
-    def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
-        return tensors if self.handle.group.takes_lists else tensors[0]
-
     @functools.cached_property
     def tokens_per_expert(self) -> Any:
-        return self._of_handle(launches.tokens_per_expert_of(self.handle))
+        return self.handle.group.for_caller(launches.tokens_per_expert_of(self.handle))
 
     @functools.cached_property
     def overflow(self) -> Any:
-        return self._of_handle(launches.overflow_of(self.handle))
+        return self.handle.group.for_caller(launches.overflow_of(self.handle))
 
     @functools.cached_property
     def topk_idx(self) -> Any:
-        return self._of_handle([rank.dst_rows for rank in self.handle.ranks]) if self.handle.is_flat else None
+        return _flat_ids_of(self.handle)
 
 
 _ReceivedLater.__name__ = "Received"  # the name that users see; pickle finds the class by its __qualname__
@@ -166,9 +164,9 @@ def dispatch(
             group.check_usable()
         if handle is not None and handle.group is not group:
             raise ValueError("handle belongs to another buffer than the one given")
-        tensors = (as_taken(x), as_taken(topk_idx), as_taken(topk_weights, torch.float32), as_taken(scales))
-        _check_dispatch(group, handle, *tensors, *settings, is_traced=is_traced)
-        xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
+        taken = as_taken(topk_weights, torch.float32)
+        tensors = (as_taken(x), as_taken(topk_idx), taken, as_taken(scales))
+        xs, ids, weights, row_scales = _check_dispatch(group, handle, *tensors, settings, is_traced=is_traced)
         needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
             check_summable("the gradient of x", xs[0].dtype, group.device.type)
@@ -183,20 +181,21 @@ def dispatch(
             request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
             one_hop = request if goes_in_one_hop(group, layout, max_tokens, xs[0], is_traced) else None
             handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", one_hop=one_hop)
-        if key is not None and tensors[2] is topk_weights and launches.plans_calls(group):
-            one = (xs[0], row_scales and row_scales[0], weights and weights[0])
-            group.call_cache.add(key, launches.dispatch_plan(handle, *one, clears_end=needs_gradient))
-        if not (values or is_traced or needs_gradient):
-            rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
-            return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
+        if values or not is_traced:
+            plan = launches.dispatch_plan(handle, values or xs, row_scales, weights, clears_end=needs_gradient)
+            if taken is topk_weights:
+                group.call_cache.add(key, plan)
+            run = autograd.sends(plan, handle, row_scales, values)
     # This is outside the `with`, because torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
+    out: Sequence[torch.Tensor]
     if is_traced and not values:
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
-    else:
-        run = autograd.sends(handle, n, row_scales, values, clears_end=needs_gradient)
-        out = autograd.DispatchFunction.apply(handle, n, run, *xs, *(weights or ()))
+    elif values or needs_gradient:
+        out = autograd.DispatchFunction.apply(handle, run, *xs, *(weights or ()))
         row_scales = None if values else row_scales
+    else:
+        out = run(*xs, *(weights or ()))
     probs = list(out[n : 2 * n]) if weights is not None else None
     out_scales = list(out[-n:]) if row_scales is not None else None
     return _received_of(group, handle, list(out[:n]), out_scales, probs, is_traced=is_traced)
@@ -223,19 +222,22 @@ def _dispatch_by_plan(
     if plan is None or backend is None or backend.is_capturing() or backend.aborted() is not None:
         return None
     if handle is None:
-        handle = Handle(group, plan.topk, [], is_flat=layout == "flat", one_hop=plan.one_hop)
-    if key[0]:
-        tensors = (x,) if topk_weights is None else (x, topk_weights)
-        run = autograd.sends_by_plan(plan, handle, backend, topk_idx, scales)
-        out = autograd.DispatchFunction.apply(handle, 1, run, *tensors)
-        rows, row_scales, probs = out[0], None if scales is None else out[-1], None if topk_weights is None else out[1]
-    else:
-        try:
-            rows, row_scales, probs = plan.run(handle, backend, topk_idx, x, scales, topk_weights)
-        except BaseException as error:
-            group.abort_peers(error)
-            raise
-    return _ReceivedLater(rows, row_scales, probs, handle=handle)
+        handle = Handle(group, plan.topk, [], None, (topk_idx,), is_flat=layout == "flat", one_hop=plan.one_hop)
+    row_scales, weights = None if scales is None else (scales,), None if topk_weights is None else (topk_weights,)
+    if not key[0]:
+        [outputs] = _run(plan, handle, backend, (x,), row_scales, weights)
+        return _ReceivedLater(*outputs, handle=handle)
+    out = autograd.DispatchFunction.apply(handle, autograd.sends(plan, handle, row_scales), x, *(weights or ()))
+    return _ReceivedLater(out[0], row_scales and out[-1], weights and out[1], handle=handle)
+
+
+def _run(plan: Any, handle: Handle, backend: Backend, *tensors: Any) -> Any:
+    """Launches a call without a gradient, by few functions, of which each takes time."""
+    try:
+        return plan.run(handle, backend, *tensors)
+    except BaseException as error:
+        handle.group.abort_peers(error)
+        raise
 
 
 def _received_of(
@@ -247,16 +249,17 @@ def _received_of(
     *,
     is_traced: bool,
 ) -> Received:
-    def one(items: list[torch.Tensor]) -> Any:
-        return items if group.takes_lists else items[0]
-
+    one = group.for_caller
     parts = (one(rows), None if scales is None else one(scales), None if probs is None else one(probs))
     # A CUDA graph updates only what it has captured, so read counts and overflow now.
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(*parts, handle=handle)
     counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
-    flat_ids = one([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
-    return Received(*parts, counts, overflow, handle, flat_ids)
+    return Received(*parts, counts, overflow, handle, _flat_ids_of(handle))
+
+
+def _flat_ids_of(handle: Handle) -> Any:
+    return handle.group.for_caller([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
 
 
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
@@ -289,37 +292,36 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         plan: Any = group.call_cache.get(key)
         backend = group._backend
         if plan is not None and backend is not None and backend.aborted() is None:
+            row_weights: Any = None if weights is None else (weights,)
             if not key[0]:
-                try:
-                    return plan.run(handle, backend, x, None, weights)[0]
-                except BaseException as error:
-                    group.abort_peers(error)
-                    raise
-            function = autograd.CombineFunction if weights is None else autograd.WeightedCombineFunction
-            tensors = (x,) if weights is None else (x, weights)
-            return function.apply(handle, 1, autograd.sums_by_plan(plan, handle, backend), *tensors)[0]
+                return _run(plan, handle, backend, (x,), None, row_weights)[0][0]
+            return _differentiable_sums(plan, handle, [x], row_weights)[0]
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
         given = weights
         x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
-        _check_combine(group, handle, x, weights, is_traced)
-        xs, row_weights = listed(x, group), listed(weights, group)
-        if key is not None and weights is given and launches.plans_calls(group):
-            plan = launches.combine_plan(handle, xs[0], None, row_weights and row_weights[0])
-            group.call_cache.add(key, plan)
-        if not (is_traced or autograd.need_gradient(xs, row_weights)):
-            sums, _ = launches.launch_combine(handle, xs, None, row_weights)
-            return sums if group.takes_lists else sums[0]
-    out: Sequence[torch.Tensor]
-    n = len(group.ranks)
+        xs, row_weights = _check_combine(group, handle, x, weights, is_traced)
+        if not is_traced:
+            plan = launches.combine_plan(handle, xs, None, row_weights)
+            if weights is given:
+                group.call_cache.add(key, plan)
+            if not autograd.need_gradient(xs, row_weights):
+                sums = plan.run(handle, group.live_backend(), xs, None, row_weights)
+                return group.for_caller([y for y, _ in sums])
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)
     else:
-        function = autograd.CombineFunction if row_weights is None else autograd.WeightedCombineFunction
-        run = autograd.sums(handle, n, is_weighted=row_weights is not None)
-        out = function.apply(handle, n, run, *xs, *(row_weights or ()))
-    return list(out) if group.takes_lists else out[0]
+        out = _differentiable_sums(plan, handle, xs, row_weights)
+    return group.for_caller(out)
+
+
+def _differentiable_sums(
+    plan: Any, handle: Handle, xs: Sequence[Any], row_weights: Sequence[torch.Tensor] | None
+) -> list[torch.Tensor]:
+    run = autograd.sums(plan, handle, is_weighted=row_weights is not None)
+    function = autograd.CombineFunction if row_weights is None else autograd.WeightedCombineFunction
+    return list(function.apply(handle, run, *xs, *(row_weights or ())))
 
 
 # ---- arguments
@@ -347,42 +349,50 @@ def _check_dispatch(
     topk_idx: Any,
     topk_weights: Any,
     scales: Any,
-    expert_alignment: int,
-    expert_capacity: int | None,
-    max_recv_tokens: int | None,
-    layout: str,
-    max_tokens: int | None,
+    settings: tuple[Any, ...],
     *,
     is_traced: bool,
-) -> None:
-    xs = as_list("x", x, group, is_traced)
+) -> tuple[Any, ...]:
+    """Returns the lists of x, topk_idx, topk_weights and scales, with one tensor per rank of this process. Raises
+    ValueError for invalid arguments. settings: in the order of `plans.DEFAULTS`."""
+    expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens = settings
+    xs, ids = as_list("x", x, group, is_traced), None
     weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group, is_traced)
     row_scales = None if scales is None else as_list("scales", scales, group, is_traced)
     if handle is None:
         ids = as_list("topk_idx", topk_idx, group, is_traced)
         check_ids(ids)
         check_alignment(group, expert_alignment)
-        if expert_capacity is not None:
-            require_int("expert_capacity", expert_capacity, 1, MAX_PADDED_ROWS // group.num_local_experts)
+        require_int_or_none("expert_capacity", expert_capacity, 1, MAX_PADDED_ROWS // group.num_local_experts)
         if not is_traced:
             check_num_tokens(group, ids, expert_alignment)
         _check_promise(group, ids, max_tokens, is_traced)
-        if max_recv_tokens is not None:
-            require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
+        require_int_or_none("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
         if expert_capacity is not None and expert_alignment != 1:
             raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
-        _check_layout(layout, expert_capacity, is_traced)
+        require_one_of("layout", layout, ("grouped", "flat"))
+        if layout == "flat" and expert_capacity is not None:
+            raise ValueError(f"expert_capacity is {expert_capacity}, must be None with layout 'flat'")
+        if layout == "flat" and is_traced:
+            raise ValueError("layout is 'flat', must be 'grouped' inside torch.compile")
         num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
     else:
-        _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
+        given = zip((topk_idx, *settings), {"topk_idx": None, **plans.DEFAULTS}.items(), strict=True)
+        for value, (name, default) in given:
+            if not (value is default or (type(value) is type(default) and value == default)):
+                raise ValueError(f"{name} must not be given with a handle, which has its own")
         _check_traced(handle, is_traced)
         num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
     check_payload("x", xs, num_tokens, is_traced)
     check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
     check_scales(xs, row_scales)
+    return xs, ids, weights, row_scales
 
 
-def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_traced: bool) -> None:
+def _check_combine(
+    group: RankGroup, handle: Handle, x: Any, weights: Any, is_traced: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Returns the lists of x and weights. Raises ValueError for invalid arguments."""
     _check_traced(handle, is_traced)
     xs = as_list("x", x, group, is_traced)
     rows = [rank.rows for rank in handle.ranks]
@@ -390,6 +400,7 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
     check_payload("x", xs, rows, is_traced)
     row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
     check_weights("weights", row_weights, [(count,) for count in rows], (weight_dtype(x),), WEIGHTS_OF_ROWS)
+    return xs, row_weights
 
 
 def _check_traced(handle: Handle, is_traced: bool) -> None:
@@ -418,12 +429,8 @@ def weight_dtype(x: Any) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def listed(value: Any, group: RankGroup) -> Any:
-    """Returns checked tensors as a list, one per rank of this process; None stays None."""
-    return value if value is None else list(value) if group.takes_lists else [value]
-
-
 def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool = False) -> list[torch.Tensor]:
+    """Returns tensors as a list, one per rank of this process. Raises ValueError unless each can be used."""
     if group.takes_lists:
         if not isinstance(value, (list, tuple)) or len(value) != len(group.ranks):
             got = f"{len(value)} items" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
@@ -450,10 +457,14 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
             raise ValueError(
                 f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous"
             )
-    for tensor in tensors[1:]:
-        if tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"{name} is {tensors[0].dtype} on one rank and {tensor.dtype} on another, must be equal")
+    _check_alike(f"{name} is", [tensor.dtype for tensor in tensors])
     return tensors
+
+
+def _check_alike(what: str, values: Sequence[object]) -> None:
+    for value in values:
+        if value != values[0]:
+            raise ValueError(f"{what} {values[0]} on one rank and {value} on another, must be equal")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], meaning: str = "") -> None:
@@ -502,40 +513,7 @@ def check_ids(ids: list[torch.Tensor]) -> None:
             raise ValueError(
                 f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}{flatten}"
             )
-        if idx.shape[1] != ids[0].shape[1]:
-            raise ValueError(
-                f"topk_idx has K = {ids[0].shape[1]} on one rank and {idx.shape[1]} on another, must be equal"
-            )
-
-
-def _check_handle_alone(
-    topk_idx: object,
-    alignment: int,
-    capacity: int | None,
-    max_recv_tokens: int | None,
-    layout: str,
-    max_tokens: int | None,
-) -> None:
-    given = {
-        "topk_idx": topk_idx is not None,
-        "expert_alignment": alignment != 1,
-        "expert_capacity": capacity is not None,
-        "max_recv_tokens": max_recv_tokens is not None,
-        "layout": layout != "grouped",
-        "max_tokens": max_tokens is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{name} must not be given with a handle, which has its own")
-
-
-def _check_layout(layout: str, expert_capacity: int | None, is_traced: bool) -> None:
-    if layout not in ("grouped", "flat"):
-        raise ValueError(f"layout is {layout!r}, must be 'grouped' or 'flat'")
-    if layout == "flat" and expert_capacity is not None:
-        raise ValueError(f"expert_capacity is {expert_capacity}, must be None with layout 'flat'")
-    if layout == "flat" and is_traced:
-        raise ValueError("layout is 'flat', must be 'grouped' inside torch.compile")
+    _check_alike("topk_idx has K =", [idx.shape[1] for idx in ids])
 
 
 def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], is_traced: bool = False) -> None:
@@ -551,14 +529,13 @@ def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], is_traced:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
         if x.shape[1] * x.element_size() > MAX_ROW_BYTES or (not is_traced and x.shape[0] > MAX_ROWS):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MAX_ROW_BYTES} bytes a row")
-        if x.shape[1] != xs[0].shape[1]:
-            raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
+    _check_alike(f"{name} has H =", [x.shape[1] for x in xs])
 
 
 def check_weights(
     name: str,
     weights: list[torch.Tensor] | None,
-    shapes: list[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
     allowed: Sequence[torch.dtype],
     meaning: str = "",
 ) -> None:

@@ -53,23 +53,6 @@ class RankHandle:
     own_rows: rows of this rank that stay on it, if a plan of sequences made the layout; else None.
     """
 
-    __slots__ = (
-        "_addresses",
-        "_dst_rows",
-        "_rail_experts",
-        "_source_tokens",
-        "counts",
-        "has_given_counts",
-        "has_tables",
-        "layout",
-        "made_on",
-        "own_rows",
-        "starts",
-        "tables",
-        "tokens_per_expert",
-        "topk",
-    )
-
     def __init__(
         self,
         topk: int,
@@ -181,8 +164,6 @@ class Handle(OfOneProcess):
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     one_hop: request of that dispatch if it went in one hop, as all calls with this handle then do; None: through rings.
     """
-
-    __slots__ = ("group", "is_flat", "made_after_resets", "one_hop", "ranks", "request", "topk", "topk_idx")
 
     def __init__(
         self,

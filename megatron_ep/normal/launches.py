@@ -1,22 +1,19 @@
 """The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.api` checks their arguments.
 
-Lists have one entry per rank of this process. A process with one rank caches plans.
+Lists have one entry per rank of this process.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal import one_hop, plan, row_counts
+from megatron_ep.normal import one_hop, plan
 from megatron_ep.normal.handle import Handle
-from megatron_ep.normal.one_hop import OneHopCombinePlan, OneHopDispatchPlan, listed
-from megatron_ep.normal.plan import at
+from megatron_ep.normal.one_hop import OneHopCombinePlan, OneHopDispatchPlan
 
 Tensors = Sequence[torch.Tensor]
 # Rows, scales and weights, with one tensor per rank each.
@@ -43,23 +40,10 @@ def launch_dispatch(
         max_recv_tokens makes room for them.
     all_weights: flat: whether to send the weights of other ranks' experts, which are zeros otherwise.
     """
-    if plans_calls(handle.group):
-        given = (x[0], at(scales, 0), at(weights, 0))
-        prepared = dispatch_plan(handle, *given, clears_end=clears_end, all_weights=all_weights)
-        parts = [prepared.run(handle, handle.group.live_backend(), at(handle.topk_idx, 0), *given)]
-    elif handle.one_hop is not None:
-        of_all = OneHopDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
-        parts = of_all.run_all(handle, handle.group.live_backend(), handle.topk_idx, x, scales, weights)
-    else:
-        parts = _dispatch_on_all(handle, x, scales, weights, clears_end, all_weights)
-    handle.request, handle.topk_idx = None, ()
+    prepared = dispatch_plan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
+    parts = prepared.run(handle, handle.group.live_backend(), x, scales, weights)
     out, out_scales, out_weights = zip(*parts, strict=True)
     return list(out), list(out_scales) if scales else None, list(out_weights) if weights else None
-
-
-def plans_calls(group: RankGroup) -> bool:
-    """Returns whether calls use cached plans, which need a single rank in this process."""
-    return len(group.ranks) == 1
 
 
 def launch_combine(
@@ -74,24 +58,17 @@ def launch_combine(
     biases: at most two tensors [T, H] that are added to the sums, in a process with one rank. K and their number
         together are at most 32.
     """
-    if plans_calls(handle.group):
-        given = (x[0], at(weights, 0), at(row_weights, 0))
-        parts = [combine_plan(handle, *given).run(handle, handle.group.live_backend(), *given, biases)]
-    elif handle.one_hop is not None:
-        of_all = OneHopCombinePlan(handle, x, weights)
-        parts = of_all.run_all(handle, handle.group.live_backend(), x, weights, row_weights)
-    else:
-        assert not biases
-        parts = _combine_on_all(handle, x, weights, row_weights)
+    prepared = combine_plan(handle, x, weights, row_weights)
+    parts = prepared.run(handle, handle.group.live_backend(), x, weights, row_weights, biases)
     y, y_weights = zip(*parts, strict=True)
     return list(y), list(y_weights) if weights else None
 
 
 def dispatch_plan(
     handle: Handle,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    weights: torch.Tensor | None,
+    x: Tensors,
+    scales: Tensors | None,
+    weights: Tensors | None,
     *,
     clears_end: bool,
     all_weights: bool = False,
@@ -99,11 +76,11 @@ def dispatch_plan(
     """Returns the cached plan of a dispatch: with new ids if the handle has a request, else with its layout."""
     asked = None if handle.request is None else (handle.topk_idx[0].dtype, handle.request)
     how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), clears_end, all_weights)
-    key = ("dispatch", how, asked, *map(_type_of, (x, scales, weights)))
+    key = ("dispatch", how, asked, *map(_types_of, (x, scales, weights)))
     known: plan.DispatchPlan | OneHopDispatchPlan | None = handle.group.call_cache.get(key)
     if known is None:
         if handle.one_hop is not None:
-            known = OneHopDispatchPlan(handle, [x], listed(scales), listed(weights), clears_end=clears_end)
+            known = OneHopDispatchPlan(handle, x, scales, weights, clears_end=clears_end)
         else:
             known = plan.DispatchPlan(handle, x, scales, weights, clears_end=clears_end, all_weights=all_weights)
         handle.group.call_cache.add(key, known)
@@ -111,82 +88,25 @@ def dispatch_plan(
 
 
 def combine_plan(
-    handle: Handle, x: torch.Tensor, weights: torch.Tensor | None, row_weights: torch.Tensor | None
+    handle: Handle, x: Tensors, weights: Tensors | None, row_weights: Tensors | None
 ) -> plan.CombinePlan | OneHopCombinePlan:
-    rank = handle.ranks[0]
-    weight_types = (weights is not None and weights.dtype, row_weights is not None)
-    how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle), rank.counts.num_tokens)
-    key = ("combine", how, x.dtype, x.shape[1], *weight_types)
+    """Returns the cached plan of a combine."""
+    weight_types = (weights is not None and weights[0].dtype, row_weights is not None)
+    how = (handle.topk, handle.is_flat, handle.one_hop, plan.is_planned(handle))
+    num_tokens = [rank.counts.num_tokens for rank in handle.ranks]
+    key = ("combine", how, x[0].dtype, x[0].shape[1], *weight_types, *num_tokens)
     known: plan.CombinePlan | OneHopCombinePlan | None = handle.group.call_cache.get(key)
     if known is None:
         if handle.one_hop is not None:
-            known = OneHopCombinePlan(handle, [x], listed(weights))
+            known = OneHopCombinePlan(handle, x, weights)
         else:
-            known = plan.CombinePlan(handle, rank, x, weights, row_weights)
+            known = plan.CombinePlan(handle, x, weights, row_weights)
         handle.group.call_cache.add(key, known)
     return known
 
 
-def _type_of(tensor: torch.Tensor | None) -> object:
-    return None if tensor is None else (tensor.dtype, tensor.shape)
-
-
-# ---- several ranks
-
-
-def _dispatch_on_all(
-    handle: Handle,
-    x: Tensors,
-    scales: Tensors | None,
-    weights: Tensors | None,
-    clears_end: bool,
-    all_weights: bool,
-) -> list[plan.Outputs]:
-    group, request, topk_idx = handle.group, handle.request, handle.topk_idx
-    backend = group.live_backend()
-    stream = backend.current_stream()
-    tensors = [(x[i], at(scales, i), at(weights, i)) for i in range(len(x))]
-    plans = [plan.DispatchPlan(handle, *of, clears_end=clears_end, all_weights=all_weights) for of in tensors]
-    call = backend.launcher.prepare_dispatch(plans[0].row, [p.members for p in plans], plan.DISPATCH_PER_LAUNCH)
-    phase = plan.DISPATCH
-    if request is not None:
-        first, n = plans[0], len(x)
-        per_expert = [backend.new_counts(group.num_local_experts, wait=first.waits, index=i) for i in range(n)]
-        layouts: list[Any] = [None] * n
-        if first.is_counted:
-            layouts = [torch.empty(p.layout_size, dtype=torch.int32, device=group.device) for p in plans]
-            given = [plan.counts_given(*of) for of in zip(topk_idx, per_expert, layouts, strict=True)]
-            totals, _ = backend.launch(backend.launcher, call, plan.NOTIFY, stream, tuple(itertools.chain(*given)))
-            counts = row_counts.known(group, request, topk_idx, totals, handle.is_flat)
-            per_expert = [backend.taken_counts(of_rank) for of_rank in per_expert] if first.waits else per_expert
-        else:
-            counts, phase = [p.room for p in plans], plan.WITHOUT_WAIT
-        handle.ranks = [p.new_rank(stream, counts[i], layouts[i], per_expert[i]) for i, p in enumerate(plans)]
-    parts = [
-        p.arguments(handle, backend, stream, handle.ranks[i], at(topk_idx, i), *tensors[i]) for i, p in enumerate(plans)
-    ]
-    backend.launch(backend.launcher, call, phase, stream, tuple(itertools.chain(*(given for _, given in parts))))
-    group.calls.note("dispatch", handle.ranks[0].layout.data_ptr())
-    group.raise_if_aborted()
-    return [outputs for outputs, _ in parts]
-
-
-def _combine_on_all(
-    handle: Handle, x: Tensors, weights: Tensors | None, row_weights: Tensors | None
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    backend = handle.group.live_backend()
-    stream, plans, parts = backend.current_stream(), [], []
-    for i, rank in enumerate(handle.ranks):
-        given = (x[i], at(weights, i), at(row_weights, i))
-        plans.append(plan.CombinePlan(handle, rank, *given))
-        parts.append(plans[i].arguments(handle, backend, stream, rank, *given))
-    call = backend.launcher.prepare_combine(plans[0].row, [p.members for p in plans], plan.COMBINE_PER_LAUNCH)
-    backend.launch(
-        backend.launcher, call, plan.COMBINE, stream, tuple(itertools.chain(*(given for *_, given in parts)))
-    )
-    handle.group.calls.note("combine", handle.ranks[0].layout.data_ptr())
-    handle.group.raise_if_aborted()
-    return [(y, y_weights) for y, y_weights, _ in parts]
+def _types_of(tensors: Tensors | None) -> object:
+    return None if tensors is None else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 # ---- results of a handle, gradients, checks

@@ -12,11 +12,11 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, RowCounts
-from megatron_ep.buffer.low_latency import OneHop
+from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
-from megatron_ep.normal.plan import Maybe, Outputs, Tensor, Tensors, at
+from megatron_ep.normal.plan import Maybe, Maybes, Outputs, Tensor, Tensors
 from megatron_ep.normal.row_counts import least_rows, max_arrivals
 from megatron_ep.reference import SCALE_BLOCK
 
@@ -41,21 +41,20 @@ def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Te
     if launches is None or promised is None or promised > launches.max_tokens:
         return False
     row_bytes = x.shape[1] * max(2, x.element_size())  # sums are of at least two bytes per element
-    fits = (layout == "grouped" or launches.keeps_lines) and row_bytes <= launches.row_bytes
+    keeps_flat_rows = launches.heap.lines
+    fits = (layout == "grouped" or keeps_flat_rows) and row_bytes <= launches.largest.payload_bytes
     return fits and not is_traced
 
 
 class OneHopDispatchPlan:
     """The plan of a dispatch of the ranks of this process, with new ids or with the layout of a handle."""
 
-    def __init__(
-        self, handle: Handle, xs: Tensors, scales: Tensors | None, weights: Tensors | None, *, clears_end: bool
-    ):
+    def __init__(self, handle: Handle, xs: Tensors, scales: Maybes, weights: Maybes, *, clears_end: bool):
         group, request = handle.group, _request_of(handle)
         launches = _launches_of(group)
         self.topk, self.one_hop, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
         self.is_flat = handle.is_flat
-        self.is_new, self.offsets = handle.request is not None, launches.ranks.offsets(handle.topk)
+        self.is_new, self.offsets = handle.request is not None, launches.offsets(handle.topk)
         self.waits = request.max_recv_tokens is None
         self.num_tokens = [x.shape[0] for x in xs]
         self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
@@ -84,24 +83,12 @@ class OneHopDispatchPlan:
             received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
             limit = received if received < most and not self.is_flat else 0  # flat tokens beyond R have no row
             of_ranks.append(members | {"num_tokens": tokens, "max_received": limit})
-        self.call = launches.ranks.launcher.prepare_dispatch(row, of_ranks, DISPATCH_PER_LAUNCH)
+        self.call = launches.launcher.prepare_dispatch(row, of_ranks, DISPATCH_PER_LAUNCH)
 
-    def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
+    def run(self, handle: Handle, backend: Backend, xs: Tensors, scales: Maybes, weights: Maybes) -> list[Outputs]:
         """See `megatron_ep.normal.plan.DispatchPlan`."""
-        [outputs] = self.run_all(handle, backend, listed(ids) or (), [x], listed(scales), listed(weights))
-        return outputs
-
-    def run_all(
-        self,
-        handle: Handle,
-        backend: Backend,
-        ids: Tensors,
-        xs: Tensors,
-        scales: Tensors | None,
-        weights: Tensors | None,
-    ) -> list[Outputs]:
-        """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; none use the handle's layout."""
         group, launches, stream = handle.group, _launches_of(handle.group), backend.current_stream()
+        ids, handle.request, handle.topk_idx = handle.topk_idx, None, ()
         if self.is_new:
             self._check_ids(group, ids)
         else:
@@ -126,16 +113,17 @@ class OneHopDispatchPlan:
             out, out_scales, probs = parts_of_rank = self._new_outputs(backend, rows)
             parts.append(parts_of_rank)
             call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
-            per_launch += (layout, call, chosen, x, at(scales, i), at(weights, i), out, out_scales, probs)
+            per_launch += (layout, call, chosen, x, scales and scales[i], weights and weights[i])
+            per_launch += (out, out_scales, probs)
             per_launch += (experts, counts, rows, layout_call, handle.resets_since_made)
-        counted = launches.ranks.launch(backend, self.call, stream, per_launch)
-        if made:
-            if self.waits:
-                self._check_counts(group, backend, ids)
-                parts = [self._taken(backend, *each) for each in zip(made, parts, counted[0], strict=True)]
-            handle.ranks = made
-        if backend.aborted() is not None:
+        counted = launches.launch(backend, self.call, stream, per_launch)
+        if (aborted := backend.aborted()) is not None:
+            if made and self.waits and aborted[0] == "bad_input" and aborted[1] in group.ranks:  # found by a GPU
+                expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
             group.raise_if_aborted()
+        if made and self.waits:
+            parts = [self._taken(backend, *each) for each in zip(made, parts, counted[0], strict=True)]
+        handle.ranks = made or handle.ranks
         return parts
 
     def _check_ids(self, group: RankGroup, ids: Tensors) -> None:
@@ -143,14 +131,6 @@ class OneHopDispatchPlan:
         if group.device.type == "cpu":
             for rank, idx in zip(group.ranks, ids, strict=True):
                 expert_ids.check(idx, group.config.num_experts, rank if len(ids) > 1 else None)
-
-    def _check_counts(self, group: RankGroup, backend: Backend, ids: Tensors) -> None:
-        """Raises ValueError for invalid ids that a GPU has found, and what `RankGroup.raise_if_aborted` raises."""
-        aborted = backend.aborted()
-        if aborted is not None and aborted[0] == "bad_input" and aborted[1] in group.ranks:
-            expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
-        if aborted is not None:
-            group.raise_if_aborted()
 
     def _taken(self, backend: Backend, rank: RankHandle, outputs: Outputs, totals: _C.Totals) -> Outputs:
         """Returns the outputs with the rows for which the host has waited. Copies them if much room is unused."""
@@ -182,27 +162,20 @@ class OneHopDispatchPlan:
 class OneHopCombinePlan:
     """The plan of a combine of the ranks of this process. weights are sent with the rows, row_weights multiply them."""
 
-    def __init__(self, handle: Handle, xs: Tensors, weights: Tensors | None):
+    def __init__(self, handle: Handle, xs: Tensors, weights: Maybes):
         launches = _launches_of(handle.group)
-        self.offsets, self.topk = launches.ranks.offsets(handle.topk), handle.topk
+        self.offsets, self.topk = launches.offsets(handle.topk), handle.topk
         self.weight_dtype = None if weights is None else weights[0].dtype
         row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
         common = {"sum_at_expert": True, "is_flat": handle.is_flat}
         members = [common | {"num_tokens": rank.num_tokens} for rank in handle.ranks]
-        self.call = launches.ranks.launcher.prepare_combine(row, members, COMBINE_PER_LAUNCH)
+        self.call = launches.launcher.prepare_combine(row, members, COMBINE_PER_LAUNCH)
 
     def run(
-        self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
-    ) -> tuple[Tensor, Maybe]:
+        self, handle: Handle, backend: Backend, xs: Tensors, weights: Maybes, row_weights: Maybes, biases: Tensors = ()
+    ) -> list[tuple[Tensor, Maybe]]:
         """See `megatron_ep.normal.plan.CombinePlan`."""
         assert not biases
-        [sums] = self.run_all(handle, backend, [x], listed(weights), listed(row_weights))
-        return sums
-
-    def run_all(
-        self, handle: Handle, backend: Backend, xs: Tensors, weights: Tensors | None, row_weights: Tensors | None
-    ) -> list[tuple[Tensor, Maybe]]:
-        """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
         group, stream = handle.group, backend.current_stream()
         _check(handle, backend, stream)
         parts: list[tuple[Tensor, Maybe]] = []
@@ -216,18 +189,18 @@ class OneHopCombinePlan:
             call, layout_call = (
                 rank.layout.data_ptr() + 4 * self.offsets[part] for part in ("combine_call", "dispatch_call")
             )
-            factors = at(row_weights, i)
+            factors: Maybe = None if row_weights is None else row_weights[i]
             if factors is not None and not factors.numel():
                 factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
-            per_launch += (rank.layout, call, xs[i], at(weights, i), factors, y, y_weights)
+            per_launch += (rank.layout, call, xs[i], weights and weights[i], factors, y, y_weights)
             per_launch += (rank.rows, layout_call, handle.resets_since_made)
-        _launches_of(group).ranks.launch(backend, self.call, stream, per_launch)
+        _launches_of(group).launch(backend, self.call, stream, per_launch)
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts
 
 
-def _launches_of(group: RankGroup) -> OneHop:
+def _launches_of(group: RankGroup) -> LowLatencyRanks:
     group.live_backend()  # raises if the buffer is closed
     assert group.one_hop is not None, "a handle in one hop has a group with these launches"
     return group.one_hop
@@ -248,13 +221,14 @@ def _check(handle: Handle, backend: Backend, stream: int) -> None:
 
 
 def _format_of(
-    launches: OneHop, topk: int, x: Tensor, scale_dtype: torch.dtype | None, weights: torch.dtype | None
+    launches: LowLatencyRanks, topk: int, x: Tensor, scale_dtype: torch.dtype | None, weights: torch.dtype | None
 ) -> _C.RowFormat:
     payload_bytes = x.shape[1] * x.element_size()
-    if payload_bytes > launches.row_bytes:
+    most = launches.largest.payload_bytes
+    if payload_bytes > most:
         raise ValueError(
-            f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {launches.row_bytes} bytes with the handle of "
-            "a dispatch in one hop, see Config.row_bytes"
+            f"x has rows of {x.shape[1]} x {x.dtype}, must have at most {most} bytes with the handle of a dispatch in "
+            "one hop, see Config.row_bytes"
         )
     return row_format(topk, x.shape[1], x.dtype, scale_dtype, 0 if weights is None else weights.itemsize)
 
@@ -276,7 +250,3 @@ def fill_with_zeros(*tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             tensor.view(torch.uint8).zero_()  # as bytes, because torch cannot fill every dtype
-
-
-def listed(tensor: Maybe) -> list[Tensor] | None:
-    return None if tensor is None else [tensor]

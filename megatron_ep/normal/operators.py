@@ -236,8 +236,9 @@ def _(
 # ---- gradients: a dispatch's is a combine, a combine's is a dispatch
 
 
-def _keep(ctx: Any, x: Tensors, weights: Tensors, buffer: int, tables: Sequence[Tensor]) -> None:
-    ctx.buffer, ctx.has_weights, ctx.sizes = buffer, bool(weights), [t.shape[0] for t in x]
+def _keep(ctx: Any, x: Tensors, weights: Tensors, scales: Tensors, buffer: int, tables: Sequence[Tensor]) -> None:
+    ctx.buffer, ctx.has_weights, ctx.num_scales = buffer, bool(weights), len(scales)
+    ctx.sizes, ctx.is_float8 = [t.shape[0] for t in x], x[0].dtype == torch.float8_e4m3fn
     ctx.save_for_backward(*tables)
 
 
@@ -248,7 +249,8 @@ def _parts(tensors: Sequence[Tensor], count: int) -> list[Tensors]:
 def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of the x and the weights that a dispatch sent."""
     n = len(ctx.sizes)
-    rows = list(map(autograd.empty_rows if ctx.is_float8 else autograd.in_memory, grads[:n]))
+    # Float8 x gets no gradient, so that only weights are sent, with rows without elements.
+    rows = [t.new_empty(t.shape[0], 0).float() if ctx.is_float8 else autograd.in_memory(t) for t in grads[:n]]
     weights = [autograd.in_memory(grad) for grad in grads[n : 2 * n]] if ctx.has_weights else []
     back = combine_op(rows, weights, [], list(ctx.saved_tensors), ctx.buffer, ctx.sizes, "dispatch")
     return ([None] * n if ctx.is_float8 else back[:n]), back[n:]
@@ -256,8 +258,7 @@ def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]
 
 def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     x, _, weights, scales, buffer, *_ = inputs
-    _keep(ctx, x, weights, buffer, output[len(output) - 3 * len(x) :])
-    ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
+    _keep(ctx, x, weights, scales, buffer, output[len(output) - 3 * len(x) :])
 
 
 def _dispatch_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
@@ -267,8 +268,7 @@ def _dispatch_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
 
 def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     x, weights, scales, tables, buffer, *_ = inputs
-    _keep(ctx, x, weights, buffer, tables)
-    ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
+    _keep(ctx, x, weights, scales, buffer, tables)
 
 
 def _dispatch_again_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
@@ -278,8 +278,7 @@ def _dispatch_again_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
 
 def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     x, weights, row_weights, tables, buffer, *_ = inputs
-    kept = (*x, *row_weights) if row_weights else ()
-    _keep(ctx, x, weights, buffer, (*tables, *kept))
+    _keep(ctx, x, weights, [], buffer, (*tables, *(x if row_weights else ()), *row_weights))
 
 
 def _combine_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:

@@ -1,13 +1,14 @@
 """Plans of dispatches and combines through rings, with checked arguments.
 
-A plan is everything about a rank's call except addresses, and counts where they vary. It is cached by dtypes, shapes
-and settings, because a model repeats its calls.
+A plan is everything about a call except addresses, and counts where they vary. It is cached by dtypes, shapes and
+settings, because a model repeats its calls.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_ep.normal.handle import Handle, RankHandle
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Maybe = Tensor | None
+Maybes = Tensors | None
 
 # Rows after which an NVLink ring's flag is published, even if no warp waits. Other numbers have not been measured.
 NVL_BATCH = 8
@@ -54,14 +56,23 @@ DISPATCH_PER_LAUNCH = (
     *("has_intra_rank_pass", "min_rows", "is_speculative", "fills_tables", "resets_since_made"),
 )
 LAYOUT = DISPATCH_PER_LAUNCH.index("layout")
+NOT_COUNTED = (None,) * (len(DISPATCH_PER_LAUNCH) - LAYOUT - 1)
 COMBINE_PER_LAUNCH = (
     *("layout", "x", "weights", "row_weights", "y", "y_weights", "sums", "bias", "second_bias"),
     *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "resets_since_made"),
 )
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
+# The options of `megatron_ep.dispatch` that a handle has already.
+DEFAULTS = {
+    "expert_alignment": 1,
+    "expert_capacity": None,
+    "max_recv_tokens": None,
+    "layout": "grouped",
+    "max_tokens": None,
+}
 
 
-def at(tensors: Tensors | None, i: int) -> Maybe:
+def at(tensors: Maybes, i: int) -> Maybe:
     """Returns the tensor of a rank of this process; None if there are none."""
     return tensors[i] if tensors else None
 
@@ -105,71 +116,56 @@ def members_of(handle: Handle, row: _C.RowFormat, num_tokens: int) -> Members:
 
 def is_planned(handle: Handle) -> bool:
     """Returns whether the layout was made by a plan of sequences."""
-    return handle.request is None and handle.ranks[0].own_rows is not None
-
-
-def call_of(make: Any, group: RankGroup, row: _C.RowFormat, members: Members, given: Sequence[str]) -> Any:
-    """Returns the call of a process with one rank; None with several ranks, which share a call."""
-    return make(row, [members], given) if len(group.ranks) == 1 else None
-
-
-def counts_given(ids: Tensor, per_expert: Tensor, layout: Tensor) -> tuple[Any, ...]:
-    """Returns the launch arguments of an exchange of counts."""
-    return ids, per_expert, layout, *(None,) * (len(DISPATCH_PER_LAUNCH) - 3)
+    return bool(handle.ranks) and handle.ranks[0].own_rows is not None
 
 
 class DispatchPlan:
-    """The plan of one rank's dispatch through rings, with new ids or with the layout of a handle.
+    """The plan of a dispatch of the ranks of this process through rings, with new ids or with the layout of a handle.
 
-    members: kernel arguments that are equal in all launches. room: allocated rows if the host does not wait for counts.
+    Lists have one entry per rank of this process. rooms: allocated rows if the host does not wait for counts.
     """
 
     one_hop = None  # see `Handle`
 
     def __init__(
-        self,
-        handle: Handle,
-        x: Tensor,
-        scales: Tensor | None,
-        weights: Tensor | None,
-        *,
-        clears_end: bool,
-        all_weights: bool,
+        self, handle: Handle, xs: Tensors, scales: Maybes, weights: Maybes, *, clears_end: bool, all_weights: bool
     ):
         group, topk, is_flat, request = handle.group, handle.topk, handle.is_flat, handle.request
+        backend = group.live_backend()
         self.topk, self.is_flat, self.device = topk, is_flat, group.device
         self.request: Any = request
-        self.room: Any = None
-        self.row = format_of(group, topk, x, scales, weights)
-        self.hidden, self.dtype, self.num_tokens = x.shape[1], x.dtype, x.shape[0]
-        self.scale_type = None if scales is None else (scales.shape[1], scales.dtype)
-        self.weight_dtype = None if weights is None else weights.dtype
+        self.row = format_of(group, topk, xs[0], at(scales, 0), at(weights, 0))
+        self.hidden, self.dtype, self.num_tokens = xs[0].shape[1], xs[0].dtype, [x.shape[0] for x in xs]
+        self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
+        self.weight_dtype = None if weights is None else weights[0].dtype
         self.pass_rows = math.inf if is_flat else least_for_pass(group, self.row)
-        self.members = members_of(handle, self.row, self.num_tokens)
-        self.members |= {"clears_end": clears_end, "has_all_weights": all_weights}
+        common: Members = {"clears_end": clears_end, "has_all_weights": all_weights}
         if request is not None:
-            self.members |= request.members(handle.topk_idx[0])
-            self.members["clears_padding"] = clears_end or not request.expert_capacity
-            self.layout_size = group.heap.layout(self.num_tokens, topk)["size"]
+            common |= request.members(handle.topk_idx[0])
+            common["clears_padding"] = clears_end or not request.expert_capacity
+            self.layout_sizes = [group.heap.layout(tokens, topk)["size"] for tokens in self.num_tokens]
             self.waits = request.max_recv_tokens is None
-            self.is_counted = self.waits or group.live_backend().host_knows_counts  # counts come before rows are sent
+            self.is_counted = self.waits or backend.host_knows_counts  # counts come before rows are sent
             if not self.waits:
-                self.room = row_counts.most(group, request, self.num_tokens)
-        self.call = call_of(
-            group.live_backend().launcher.prepare_dispatch, group, self.row, self.members, DISPATCH_PER_LAUNCH
-        )
+                self.rooms = [row_counts.most(group, request, tokens) for tokens in self.num_tokens]
+        members = [members_of(handle, self.row, tokens) | common for tokens in self.num_tokens]
+        self.call = backend.launcher.prepare_dispatch(self.row, members, DISPATCH_PER_LAUNCH)
 
-    def run(self, handle: Handle, backend: Backend, ids: Maybe, x: Tensor, scales: Maybe, weights: Maybe) -> Outputs:
-        """Launches the dispatch. Returns rows, their scales and weights. ids: [T, K]; None uses the handle's layout."""
-        group, stream = handle.group, backend.current_stream()
-        if ids is not None and self.is_counted:
-            outputs = self._run_counted(handle, backend, stream, ids, x, scales, weights)
+    def run(self, handle: Handle, backend: Backend, xs: Tensors, scales: Maybes, weights: Maybes) -> list[Outputs]:
+        """Launches the dispatch: with the ids in the handle, making its layout, or with that layout. Returns rows,
+        their scales and weights."""
+        group, stream, ids = handle.group, backend.current_stream(), handle.topk_idx
+        handle.request, handle.topk_idx = None, ()
+        if ids and self.is_counted:
+            outputs = self._run_counted(handle, backend, stream, ids, xs, scales, weights)
         else:
             phase = DISPATCH
-            if ids is not None:
-                per_expert = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
-                phase, handle.ranks = WITHOUT_WAIT, [self.new_rank(stream, self.room, None, per_expert)]
-            outputs, given = self.arguments(handle, backend, stream, handle.ranks[0], ids, x, scales, weights)
+            if ids:
+                phase, handle.ranks = WITHOUT_WAIT, []
+                for i, room in enumerate(self.rooms):
+                    per_expert = torch.empty(2, group.num_local_experts, dtype=torch.int64, device=self.device)
+                    handle.ranks.append(self._new_rank(i, stream, room, None, per_expert))
+            outputs, given = self._arguments(handle, backend, stream, handle.ranks, ids, xs, scales, weights)
             backend.launch(backend.launcher, self.call, phase, stream, given)
             group.calls.note("dispatch", given[LAYOUT])
         if backend.aborted() is not None:
@@ -177,47 +173,53 @@ class DispatchPlan:
         return outputs
 
     def _run_counted(
-        self, handle: Handle, backend: Backend, stream: int, ids: Tensor, x: Tensor, scales: Maybe, weights: Maybe
-    ) -> Outputs:
-        group, request, given = handle.group, self.request, (ids, x, scales, weights)
-        per_expert, phase, layout = backend.new_counts(group.num_local_experts, wait=self.waits), DISPATCH, None
-        room = row_counts.expected(group, request, self.num_tokens, self.is_flat) if self.waits else None
+        self, handle: Handle, backend: Backend, stream: int, ids: Tensors, xs: Tensors, scales: Maybes, weights: Maybes
+    ) -> list[Outputs]:
+        group, request, given = handle.group, self.request, (ids, xs, scales, weights)
+        room, phase, layouts, per_expert = None, DISPATCH, [], []
+        for i in range(len(xs)):
+            per_expert.append(backend.new_counts(group.num_local_experts, wait=self.waits, index=i))
+        if self.waits and len(xs) == 1:
+            room = row_counts.expected(group, request, self.num_tokens[0], self.is_flat)
         if room is not None:
             least = row_counts.least_rows(room)
             try:
-                rank = self.new_rank(stream, room, None, per_expert)
-                outputs, values = self.arguments(handle, backend, stream, rank, *given, least=least, speculative=True)
+                ranks = [self._new_rank(0, stream, room, None, per_expert[0])]
+                outputs, values = self._arguments(handle, backend, stream, ranks, *given, least=least, speculative=True)
             except torch.cuda.OutOfMemoryError:  # tensors of the exact size may still fit
                 room = None
         if room is not None:
             totals, fits = backend.launch(backend.launcher, self.call, SPECULATIVE, stream, values)
-            counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
-            per_expert = rank.tokens_per_expert = backend.taken_counts(per_expert)
+            counts = row_counts.known(group, request, ids, totals, self.is_flat)
+            per_expert = [backend.taken_counts(per_expert[0])]
             if fits:
                 group.calls.note("dispatch", values[LAYOUT])
-                rank.counts, handle.ranks = counts, [rank]
-                for tensor in outputs:
+                ranks[0].counts, ranks[0].tokens_per_expert, handle.ranks = counts[0], per_expert[0], ranks
+                for tensor in outputs[0]:
                     if tensor is not None:
-                        tensor.resize_(counts.rows, *tensor.shape[1:])
+                        tensor.resize_(counts[0].rows, *tensor.shape[1:])
                 return outputs
-            layout, phase = rank.layout, RETRY
-            del rank, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
+            layouts, phase = [ranks[0].layout], RETRY
+            del ranks, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
-            layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
-            totals, _ = backend.launch(
-                backend.launcher, self.call, NOTIFY, stream, counts_given(ids, per_expert, layout)
-            )
-            counts = row_counts.known(group, request, [ids], totals, self.is_flat)[0]
+            asked: tuple[Any, ...] = ()
+            for i, size in enumerate(self.layout_sizes):
+                layouts.append(torch.empty(size, dtype=torch.int32, device=self.device))
+                asked += (ids[i], per_expert[i], layouts[i], *NOT_COUNTED)
+            totals, _ = backend.launch(backend.launcher, self.call, NOTIFY, stream, asked)
+            counts = row_counts.known(group, request, ids, totals, self.is_flat)
             if self.waits:
-                per_expert = backend.taken_counts(per_expert)
-        rank = self.new_rank(stream, counts, layout, per_expert)
-        outputs, values = self.arguments(handle, backend, stream, rank, *given)
-        handle.ranks = [rank]
+                per_expert = list(map(backend.taken_counts, per_expert))
+        ranks = [self._new_rank(i, stream, counts[i], layouts[i], per_expert[i]) for i in range(len(xs))]
+        outputs, values = self._arguments(handle, backend, stream, ranks, *given)
+        handle.ranks = ranks
         backend.launch(backend.launcher, self.call, phase, stream, values)
         group.calls.note("dispatch", values[LAYOUT])
         return outputs
 
-    def new_rank(self, made_on: int, counts: RowCounts, layout: Tensor | None, per_expert: Tensor) -> RankHandle:
+    def _new_rank(
+        self, i: int, made_on: int, counts: RowCounts, layout: Tensor | None, per_expert: Tensor
+    ) -> RankHandle:
         """Returns a rank's handle with tables for `counts` rows. layout: None: it precedes the tables in memory."""
         request, topk = self.request, self.topk
         _, _, received, rail = counts
@@ -225,9 +227,9 @@ class DispatchPlan:
             sizes = ((received, topk), (rail, topk))
             dst_rows, rail_experts = (torch.empty(*n, dtype=torch.int32, device=self.device) for n in sizes)
             if layout is None:
-                layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
+                layout = torch.empty(self.layout_sizes[i], dtype=torch.int32, device=self.device)
             return RankHandle(topk, counts, layout, per_expert, made_on, dst_rows=dst_rows, rail_experts=rail_experts)
-        first = 0 if layout is not None else -(-self.layout_size // LINE) * LINE
+        first = 0 if layout is not None else -(-self.layout_sizes[i] // LINE) * LINE
         rail_starts = first + received * topk
         size = source_starts = rail_starts + rail * topk
         if request.keeps_source_tokens:
@@ -236,122 +238,106 @@ class DispatchPlan:
         starts = (first, rail_starts, source_starts if request.keeps_source_tokens else None)
         return RankHandle(topk, counts, tables if layout is None else layout, per_expert, made_on, tables, starts)
 
-    def arguments(
+    def _arguments(
         self,
         handle: Handle,
         backend: Backend,
         stream: int,
-        rank: RankHandle,
-        ids: Tensor | None,
-        x: Tensor,
-        scales: Tensor | None,
-        weights: Tensor | None,
+        ranks: Sequence[RankHandle],
+        ids: Tensors,
+        xs: Tensors,
+        scales: Maybes,
+        weights: Maybes,
         *,
         least: int = 0,
         speculative: bool = False,
-    ) -> tuple[Outputs, tuple[Any, ...]]:
+    ) -> tuple[list[Outputs], tuple[Any, ...]]:
         """Allocates the outputs and returns them with the arguments of the launch that fills them."""
-        if rank.made_on != stream:
-            backend.keep_for_launch(rank.tensors(), rank.made_on)
-        _, rows, received, rail = rank.counts
-        out = backend.new_output((rows, self.hidden), self.dtype)
-        out_scales = out_weights = None
-        if self.scale_type is not None:
-            out_scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
-        if self.weight_dtype is not None:
-            if self.is_flat:
-                out_weights = torch.empty(rows, self.topk, dtype=self.weight_dtype, device=self.device)
-            else:
-                out_weights = torch.empty(rows, dtype=self.weight_dtype, device=self.device)
-        layout, dst_rows, rail_experts, source_tokens = rank.addresses()
-        fills, rank.has_tables = not rank.has_tables, True
-        if rank.own_rows is not None:  # the pass copies rows that stay on this rank
-            passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
-        else:
-            passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
-        per_expert = None if ids is None else rank.tokens_per_expert
+        parts: list[Outputs] = []
+        given: tuple[Any, ...] = ()
         resets = handle.group.resets - handle.made_after_resets
-        tensors = (ids, per_expert, layout, x, scales, weights, out, out_scales, out_weights, dst_rows, rail_experts)
-        numbers = (source_tokens if fills else 0, rows, received, rail, passes, least, speculative, fills, resets)
-        return (out, out_scales, out_weights), tensors + numbers
+        for i, rank in enumerate(ranks):
+            if rank.made_on != stream:
+                backend.keep_for_launch(rank.tensors(), rank.made_on)
+            _, rows, received, rail = rank.counts
+            out = backend.new_output((rows, self.hidden), self.dtype)
+            out_scales = out_weights = of_ids = per_expert = None
+            if self.scale_type is not None:
+                out_scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
+            if self.weight_dtype is not None:
+                shape = (rows, self.topk) if self.is_flat else (rows,)
+                out_weights = torch.empty(shape, dtype=self.weight_dtype, device=self.device)
+            layout, dst_rows, rail_experts, source_tokens = rank.addresses()
+            fills, rank.has_tables = not rank.has_tables, True
+            if rank.own_rows is not None:  # the pass copies rows that stay on this rank
+                passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
+            else:
+                passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
+            if ids:
+                of_ids, per_expert = ids[i], rank.tokens_per_expert
+            given += (of_ids, per_expert, layout, xs[i], scales and scales[i], weights and weights[i])
+            given += (out, out_scales, out_weights, dst_rows, rail_experts, source_tokens if fills else 0)
+            given += (rows, received, rail, passes, least, speculative, fills, resets)
+            parts.append((out, out_scales, out_weights))
+        return parts, given
 
 
 class CombinePlan:
-    """The plan of one rank's combine through rings. weights are sent with the rows, row_weights multiply them."""
+    """The plan of a combine of the ranks of this process through rings. weights are sent with the rows, row_weights
+    multiply them."""
 
-    def __init__(self, handle: Handle, rank: RankHandle, x: Tensor, weights: Tensor | None, row_weights: Tensor | None):
+    def __init__(self, handle: Handle, xs: Tensors, weights: Maybes, row_weights: Maybes):
         group = handle.group
-        self.device, self.hidden, self.dtype = group.device, x.shape[1], x.dtype
-        self.topk, self.num_tokens = handle.topk, rank.counts.num_tokens
-        self.weight_dtype = None if weights is None else weights.dtype
-        self.row = format_of(group, handle.topk, x, None, weights)
-        sums_apart = not handle.is_flat and rank.own_rows is None
+        self.device, self.hidden, self.dtype = group.device, xs[0].shape[1], xs[0].dtype
+        self.topk, self.num_tokens = handle.topk, [rank.counts.num_tokens for rank in handle.ranks]
+        self.weight_dtype = None if weights is None else weights[0].dtype
+        self.row = format_of(group, handle.topk, xs[0], None, at(weights, 0))
+        sums_apart = not handle.is_flat and not is_planned(handle)
         self.pass_rows = least_for_pass(group, self.row) if sums_apart else math.inf
-        self.members = members_of(handle, self.row, self.num_tokens)
-        self.members["is_weighted"] = row_weights is not None
-        self.call = call_of(
-            group.live_backend().launcher.prepare_combine, group, self.row, self.members, COMBINE_PER_LAUNCH
-        )
+        common: Members = {"is_weighted": row_weights is not None}
+        members = [members_of(handle, self.row, tokens) | common for tokens in self.num_tokens]
+        self.call = group.live_backend().launcher.prepare_combine(self.row, members, COMBINE_PER_LAUNCH)
 
     def run(
-        self, handle: Handle, backend: Backend, x: Tensor, weights: Maybe, row_weights: Maybe, biases: Tensors = ()
-    ) -> tuple[Tensor, Maybe]:
+        self, handle: Handle, backend: Backend, xs: Tensors, weights: Maybes, row_weights: Maybes, biases: Tensors = ()
+    ) -> list[tuple[Tensor, Maybe]]:
         """Launches the combine. Returns sums [T, H], and weights [T, K] if there are any."""
-        stream, rank = backend.current_stream(), handle.ranks[0]
-        y, y_weights, given = self.arguments(handle, backend, stream, rank, x, weights, row_weights, biases)
+        group, stream = handle.group, backend.current_stream()
+        resets = group.resets - handle.made_after_resets
+        parts: list[tuple[Tensor, Maybe]] = []
+        given: tuple[Any, ...] = ()
+        for i, rank in enumerate(handle.ranks):
+            if rank.made_on != stream:
+                backend.keep_for_launch(rank.tensors(), rank.made_on)
+            _, rows, received, rail = rank.counts
+            y = backend.new_output((self.num_tokens[i], self.hidden), self.dtype)
+            y_weights = sums = None
+            if self.weight_dtype is not None:
+                y_weights = torch.empty(self.num_tokens[i], self.topk, dtype=self.weight_dtype, device=self.device)
+            if rows >= self.pass_rows:
+                sums = sums_of(group, self.row, rows, received, xs[i])
+            layout, dst_rows, rail_experts, _ = rank.addresses()
+            added = (biases[0] if biases else None, biases[1] if len(biases) > 1 else None)
+            given += (layout, xs[i], weights and weights[i], row_weights and row_weights[i], y, y_weights, sums, *added)
+            given += (dst_rows, rail_experts, rows, received, rail, resets)
+            parts.append((y, y_weights))
         backend.launch(backend.launcher, self.call, COMBINE, stream, given)
-        handle.group.calls.note("combine", given[0])
+        group.calls.note("combine", given[0])
         if backend.aborted() is not None:
-            handle.group.raise_if_aborted()
-        return y, y_weights
-
-    def arguments(
-        self,
-        handle: Handle,
-        backend: Backend,
-        stream: int,
-        rank: RankHandle,
-        x: Tensor,
-        weights: Maybe,
-        row_weights: Maybe,
-        biases: Tensors = (),
-    ) -> tuple[Tensor, Maybe, tuple[Any, ...]]:
-        """Allocates the outputs and returns them with the arguments of the launch that fills them."""
-        group = handle.group
-        if rank.made_on != stream:
-            backend.keep_for_launch(rank.tensors(), rank.made_on)
-        _, rows, received, rail = rank.counts
-        y = backend.new_output((self.num_tokens, self.hidden), self.dtype)
-        y_weights = sums = None
-        if self.weight_dtype is not None:
-            y_weights = torch.empty(self.num_tokens, self.topk, dtype=self.weight_dtype, device=self.device)
-        if rows >= self.pass_rows:
-            sums = sums_of(group, self.row, rows, received, x)
-        layout, dst_rows, rail_experts, _ = rank.addresses()
-        added = (biases[0] if biases else None, biases[1] if len(biases) > 1 else None)
-        tensors = (layout, x, weights, row_weights, y, y_weights, sums, *added, dst_rows, rail_experts)
-        return y, y_weights, (*tensors, rows, received, rail, group.resets - handle.made_after_resets)
-
-
-def run_plan(plan: Any, handle: Handle, backend: Backend, *tensors: Any) -> tuple[Any, ...]:
-    """Launches one rank's call by a plan, and ends the waits of the other ranks if that fails."""
-    try:
-        result: tuple[Any, ...] = plan.run(handle, backend, *tensors)
-        return result
-    except BaseException as error:
-        handle.group.abort_peers(error)
-        raise
+            group.raise_if_aborted()
+        return parts
 
 
 def dispatch_signature(
     handle: Any, x: Any, topk_idx: Any, weights: Any, scales: Any, settings: tuple[Any, ...]
 ) -> Signature | None:
     """Returns the key under which the plan of arguments of `megatron_ep.dispatch` is cached once they were checked:
-    see `call_cache.signature`. settings: those of its options that a handle has already."""
+    see `call_cache.signature`. settings: values of the options in `DEFAULTS`."""
     others = () if scales is None else (scales,)
     if handle is None:
         return signature((*settings, *map(type, settings)), x, topk_idx, weights, *others)
-    if topk_idx is not None or settings != (1, None, None, "grouped", None) or not isinstance(handle, Handle):
+    is_alone = topk_idx is None and all(map(operator.is_, settings, DEFAULTS.values()))
+    if not is_alone or not isinstance(handle, Handle):
         return None
     fits = (handle.topk, handle.is_flat, handle.one_hop, handle.ranks[0].counts.num_tokens)
     return signature(fits, x, None, weights, *others)

@@ -98,8 +98,7 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
     backend = group.live_backend()
     # The kernel of a GPU has given up. A reset is safe, because no other process waits, unless a low-latency mode would
     # lose its masks and pending calls.
-    own = None if group.one_hop is None else group.one_hop.ranks
-    is_alone = len(group.ranks) == group.topology.world_size and all(part is own for part in backend.parts)
+    is_alone = len(group.ranks) == group.topology.world_size and all(part is group.one_hop for part in backend.parts)
     if group.device.type == "cuda" and is_alone:
         backend.reset()
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)

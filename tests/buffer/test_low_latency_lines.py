@@ -44,8 +44,7 @@ class Group(SimpleNamespace):
 
 def connected(group, mask_timeout):
     with mock.patch.object(gpu, "num_sms", lambda *_: 1):
-        ranks, _ = low_latency.connect(group, 8, row_format(2, 512, torch.bfloat16, None), mask_timeout)
-    return ranks.heap
+        return low_latency.LowLatencyRanks(group, 8, row_format(2, 512, torch.bfloat16, None), mask_timeout).heap
 
 
 def test_lines_take_links_that_all_ranks_know():

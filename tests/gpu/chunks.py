@@ -72,7 +72,7 @@ class Network:
     def _slow(self, run):
         def slow(of, *given, **settings):
             result = run(of, *given, **settings)
-            us = int(self._us * of.num_tokens * of.hidden / self._elements)
+            us = int(self._us * sum(of.num_tokens) * of.hidden / self._elements)
             if us:
                 self._hold(us)
             return result

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -150,7 +151,8 @@ def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
         ({"expert_capacity": 2**40}, "expert_capacity is 1099511627776, must be an int in"),
         ({"max_recv_tokens": 2**31}, "max_recv_tokens is 2147483648, must be an int in"),
         ({"expert_capacity": 4, "expert_alignment": 2}, "expert_alignment is 2, must be 1 with expert_capacity"),
-        ({"layout": "rows"}, "layout is 'rows', must be 'grouped' or 'flat'"),
+        ({"layout": "rows"}, "layout is 'rows', must be one of 'grouped', 'flat'"),
+        ({"layout": np.array(["flat", "grouped"])}, r"layout is array\(.*, must be one of 'grouped', 'flat'"),
         ({"layout": "flat", "expert_capacity": 3}, "expert_capacity is 3, must be None with layout 'flat'"),
         ({"layout": "flat", "topk_idx": [torch.ones(T, K).long()] * 2}, "must hold distinct ids"),
         ({"forward_dtype": torch.float8_e5m2}, r"forward_dtype is torch\.float8_e5m2, must be torch\.float8_e4m3fn"),
@@ -202,7 +204,7 @@ def test_bad_handles(cluster):
         ep.combine(rows.x, None)
     with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
         ep.dispatch(**arguments, handle=rows.handle)
-    for name, value in (("expert_alignment", 2), ("layout", "flat"), ("max_tokens", 16)):
+    for name, value in (("expert_alignment", 2), ("layout", np.array(["grouped"] * 2)), ("max_tokens", 16)):
         with pytest.raises(ValueError, match=f"{name} must not be given with a handle"):
             ep.dispatch(arguments["x"], handle=rows.handle, **{name: value})
     with (

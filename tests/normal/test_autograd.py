@@ -8,6 +8,7 @@ from cases import leaves, need_sums
 from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep
+from megatron_ep.normal import launches, plan
 
 pytestmark = pytest.mark.numerical
 
@@ -129,6 +130,35 @@ def test_outputs_may_be_changed_in_place(mode):
         y = combine([rows.x[0].mul_(2)], rows.handle)
         y[0].add_(1).sum().backward()
     assert torch.equal(x[0].grad, torch.full_like(x[0], 2))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("ends", ["dispatch", "combine", "weighted"])
+def test_others_hear_of_a_pass_that_fails(ends, backward, monkeypatch):
+    """Or they would wait for this rank's call in it."""
+    ids, x, _ = leaves(1, 2, 1)
+    told = []
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+
+        def run():
+            received = ep.dispatch(x, ids, buffer=cluster)
+            if ends == "dispatch":
+                return received.x
+            if not backward:
+                monkeypatch.setattr(plan.CombinePlan, "run", lambda *_: 1 // 0)
+            weights = [torch.ones(len(received.x[0]), dtype=torch.float64)]
+            return ep.combine(received.x, received.handle, weights if ends == "weighted" else None)
+
+        monkeypatch.setattr(type(cluster._group), "abort_peers", lambda group, error: told.append(error))
+        if ends == "dispatch" and not backward:
+            monkeypatch.setattr(plan.DispatchPlan, "run", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            y = run()
+            monkeypatch.setattr(
+                launches, "combine_plan" if ends == "dispatch" else "dispatch_plan", lambda *_, **__: 1 // 0
+            )
+            y[0].sum().backward()
+    assert len(told) == 1 and isinstance(told[0], ZeroDivisionError)
 
 
 class Negated(torch.autograd.Function):

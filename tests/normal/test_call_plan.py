@@ -12,8 +12,9 @@ from rank_threads import run_together, thread_ranks
 from torch.autograd import forward_ad
 
 import megatron_ep as ep
+from megatron_ep.buffer.call_cache import CallCache
 from megatron_ep.buffer.host import HostBackend
-from megatron_ep.normal import launches, plan
+from megatron_ep.normal import plan
 
 EXPERTS, HIDDEN, TOPK = 8, 24, 3
 ROWS = 15  # of 5 tokens
@@ -47,7 +48,7 @@ def backend(request, monkeypatch):
 @pytest.fixture(params=["with plans", "without plans"])
 def plans(request, monkeypatch):
     if request.param == "without plans":
-        monkeypatch.setattr(launches, "plans_calls", lambda group: False)
+        monkeypatch.setattr(CallCache, "get", lambda known, key: None)
 
 
 def buffers_of(nodes, ranks_per_node):
@@ -124,7 +125,7 @@ def test_the_same_bits_by_a_plan(nodes_and_ranks, options, learns, is_weighted, 
 
     results = run_together(buffers_of(*nodes_and_ranks), work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "plans_calls", lambda group: False)
+        patch.setattr(CallCache, "get", lambda known, key: None)
         without = run_together(buffers_of(*nodes_and_ranks), work)
     for of_rank, expected in zip(results, without, strict=True):
         if isinstance(of_rank, BaseException):

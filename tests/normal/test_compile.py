@@ -11,7 +11,7 @@ from nightly import at_night
 from torch._dynamo.backends.common import aot_autograd
 
 import megatron_ep as ep
-from megatron_ep.normal import launches, operators
+from megatron_ep.normal import operators, plan
 
 HIDDEN, EXPERTS, TOPK = 16, 8, 2
 
@@ -87,11 +87,11 @@ def test_no_call_is_left_out_moved_or_merged():
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     calls = []
-    launch = launches.launch_dispatch
+    launch = plan.DispatchPlan.run
 
-    def noted(handle, x, *others, **options):
+    def noted(of, handle, backend, x, *others):
         calls.append([len(rows) for rows in x])
-        return launch(handle, x, *others, **options)
+        return launch(of, handle, backend, x, *others)
 
     with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
 
@@ -104,7 +104,7 @@ def test_no_call_is_left_out_moved_or_merged():
             parts += [ep.dispatch(*few, **options) for _ in range(2)]
             return [y for part in reversed(parts) for y in ep.combine(part.x, part.handle)]
 
-        with mock.patch.object(launches, "launch_dispatch", noted):
+        with mock.patch.object(plan.DispatchPlan, "run", noted):
             results = []
             for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
                 x, ids, weights = zip(inputs((5, 7)), inputs((160, 20)), strict=True)

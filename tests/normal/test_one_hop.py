@@ -42,6 +42,17 @@ def test_all_results_have_the_bits_of_the_rings(seed, most_nodes):
             assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)), name
 
 
+def test_a_dispatch_asks_once_after_its_launch_whether_a_rank_gave_up(monkeypatch):
+    x, ids, _ = inputs()
+    with ep.LocalCluster(1, W, settings()) as cluster:
+        backend, found = cluster._group.live_backend(), []
+        launch, aborted = backend.launch, backend.aborted
+        monkeypatch.setattr(backend, "launch", lambda *given: found.append("launched") or launch(*given))
+        monkeypatch.setattr(backend, "aborted", lambda: found.append("asked") or aborted())
+        ep.dispatch(x, ids, buffer=cluster)
+        assert found[found.index("launched") :] == ["launched", "asked"]
+
+
 @pytest.mark.parametrize("seeds", [range(4), at_night(range(4, 12))], ids=["few", "more"])
 @pytest.mark.parametrize("sizes", SIZES)
 @run_on("ranks")
