@@ -25,6 +25,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Raises ValueError unless x is contiguous, [T, H] with H <= 2^29, and bfloat16, float16 or float32.
     """
+    _check_tensor("x", x)
     if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_ROW_BYTES or not x.is_contiguous():
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {tuple(x.stride())}, must be contiguous [T, H] with 1 <= H <= "
@@ -72,7 +73,14 @@ def dequantize(
     return rows if straight_through is None else _StraightThrough.apply(rows, straight_through)
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}, must be a tensor")
+
+
 def _check_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    _check_tensor("values", values)
+    _check_tensor("scales", scales)
     is_right = values.dtype == torch.float8_e4m3fn and values.dim() >= 1 and values.is_contiguous()
     if not is_right or not 1 <= values.shape[-1] <= MAX_ROW_BYTES:
         raise ValueError(
@@ -108,29 +116,19 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     hidden = values.shape[-1]
+    addresses = {"values": values.data_ptr(), "scales": scales.data_ptr(), "out": out.data_ptr()}
     with torch.cuda.device(values.device):
+        stream = torch.cuda.current_stream().cuda_stream
         _C.dequantize_cuda(
-            rows=values.numel() // hidden,
-            hidden=hidden,
-            dtype=DTYPES[out.dtype],
-            values=values.data_ptr(),
-            scales=scales.data_ptr(),
-            out=out.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
+            rows=values.numel() // hidden, hidden=hidden, dtype=DTYPES[out.dtype], stream=stream, **addresses
         )
 
 
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), dtype=torch.float32, device=x.device)
+    addresses = {"x": x.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
     with torch.cuda.device(x.device):
-        _C.quantize_cuda(
-            rows=x.shape[0],
-            hidden=x.shape[1],
-            dtype=DTYPES[x.dtype],
-            x=x.data_ptr(),
-            values=values.data_ptr(),
-            scales=scales.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        _C.quantize_cuda(rows=x.shape[0], hidden=x.shape[1], dtype=DTYPES[x.dtype], stream=stream, **addresses)
     return values, scales
