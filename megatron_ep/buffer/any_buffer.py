@@ -81,7 +81,8 @@ class AnyBuffer(OfOneProcess):
         self._group.abort(reason)
 
     def close(self) -> None:
-        """Frees the heaps, independently of other ranks. Handles of this buffer can no longer be used.
+        """Frees the heaps, independently of other ranks. Handles of this buffer can no longer be used. Ranks that wait
+        for this one inside a call get EPAbortError.
 
         May be called twice. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA
         graphs have captured stays allocated as long as the graphs; a replay then only fills its outputs with NaN (-1 in

@@ -232,11 +232,22 @@ class DistributedRankGroup(RankGroup):
         return rank in self._neighbours and has_ended(self._neighbours[rank])
 
     def _let_go(self) -> None:
+        self._end_waits_for_this_rank()
         self._stop_monitor()  # stops before the network, which it uses
         if self._network is not None:
             self._network.close()
         super()._let_go()
         self.__dict__.pop("_rendezvous", None)  # closes a connection to the store
+
+    def _end_waits_for_this_rank(self) -> None:
+        """Ends the calls that other ranks have entered and this one, which closes its buffer, never will."""
+        backend = self._backend
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers
+            if backend is None or backend.masks or backend.is_capturing() or backend.aborted() is not None:
+                return
+            statuses = backend.rank_statuses()
+            if any(blame.ended(status, statuses, {self.rank: blame.LEFT}.get) for status in statuses):
+                backend.abort(interrupted=False, failed=True, reason="it closed its buffer")
 
     @contextlib.contextmanager
     def rendezvous_again(self, store: dist.Store) -> Iterator[None]:

@@ -43,6 +43,23 @@ def test_the_others_hear_that_a_rank_was_interrupted(lines):
 
 
 @run_on("ranks")
+def test_who_waits_for_a_rank_that_closes_its_buffer_is_told(lines):
+    calls = calls_of(lines)
+    buffer, (x, ids, weights) = calls.buffer, calls.own()
+
+    def others_wait():
+        statuses = buffer._group.live_backend().rank_statuses()
+        return all(status.inside for status in statuses if status.rank != buffer.rank)
+
+    if buffer.rank == 2:
+        assert within(20, others_wait)
+        buffer.close()
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own: it closed its buffer"):
+            ep.dispatch(x, ids, weights, buffer=buffer)
+
+
+@run_on("ranks")
 def test_checkpointed(lines):
     """What the backward pass computes again is not told to anyone as a failure."""
     calls = calls_of(lines)
