@@ -185,7 +185,7 @@ class OnANetwork(RankGroup):
         super().__init__()
         self.topology, self.ranks = ep.Topology(2, 1), [0]
         self._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=come))
-        self._backend.group.incidents = list
+        self._backend.launcher.incidents = list
 
 
 def later_cause(outcome: str, incidents: tuple = (), reason: str = "") -> str:
