@@ -188,14 +188,11 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | 
     seconds = Config(num_experts=1, timeout=timeout).timeout_seconds
     if RESTART not in arguments:
         return timeout
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(SOFT_TIMEOUT, dest="soft", type=float, default=SOFT_TIMEOUT_S)
-    parser.add_argument(GROUP_TIMEOUT, dest="minutes", type=float, default=GROUP_TIMEOUT_MIN)
-    given = parser.parse_known_args(arguments)[0]
-    soft: float = given.soft
+    given, _ = _parsed(arguments, values=(SOFT_TIMEOUT, GROUP_TIMEOUT))
+    soft, minutes = float(given[SOFT_TIMEOUT] or SOFT_TIMEOUT_S), float(given[GROUP_TIMEOUT] or GROUP_TIMEOUT_MIN)
     is_chosen = timeout is not None or bool(os.environ.get(TIMEOUT_VARIABLE))
     if not is_chosen:
-        return min(60 * given.minutes, SHARE_OF_SOFT_TIMEOUT * soft)
+        return min(60 * minutes, SHARE_OF_SOFT_TIMEOUT * soft)
     if seconds >= soft:
         name = TIMEOUT_VARIABLE if timeout is None else "timeout (--ep-timeout)"
         raise ValueError(

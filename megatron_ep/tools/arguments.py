@@ -93,16 +93,3 @@ def numbers(name: str, text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{name} is {text!r}, must be a number, or several: 2,4") from None
-
-
-def save(name: str, file: str, text: str) -> None:
-    """Writes the output file of an argument. Raises ValueError that names the argument if that fails."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{name} {file}: {reason(error)}") from None
-
-
-def reason(error: Exception) -> str:
-    """Returns why a file could not be read or written, without its name, which the caller adds."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -12,7 +12,7 @@ import torch
 from megatron_ep.config import MAX_ROWS, Topology
 from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard
 from megatron_ep.sequences.planner import MAX_BYTES, RowBytes, balance, bytes_between, computed_at_home, cut_evenly
-from megatron_ep.tools.arguments import reason, require_ints
+from megatron_ep.tools.arguments import require_ints
 from megatron_ep.tools.simulate import Machine, progress
 from megatron_ep.tools.simulate.predict import machines_in_band
 from megatron_ep.tools.simulate.sequences import WAYS, predict_ways, times_of
@@ -89,7 +89,7 @@ def _read(file: str, ranks: int) -> list[Shard]:
     try:
         return cut_evenly(_lengths(Path(file).read_text(encoding="utf-8")), ranks)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {reason(error)}") from None
+        raise ValueError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _lengths(text: str) -> list[int]:

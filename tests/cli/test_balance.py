@@ -92,7 +92,6 @@ def test_megatrons_trace(tmp_path, capsys):
         (["theirs", "--experts", "4", "--ep", "3"], ["--ep is 3, must divide the 1 ranks"]),
         (["trace", "--first-step", "0"], ["--first-step is 0"]),
         (["trace", "--first-step", "21"], ["--first-step is 21, but the trace ends with step 20"]),
-        (["trace", "--json", "none/all.json"], ["--json none/all.json: No such file"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, words, tmp_path, capsys):

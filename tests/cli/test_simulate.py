@@ -108,7 +108,6 @@ def test_settings_side_by_side(capsys):
         (["2", "2", "--mode", "low-latency", "--channels", "4"], "--channels: there is none in mode low-latency"),
         (["2", "2", "--mode", "low"], "mode is 'low', must be normal or low-latency"),
         (["2", "2", "--sum-at", "expert"], "sum_at is 'expert', which only mode low-latency has"),
-        (["1", "2", "--json", "/no/folder/x"], "--json /no/folder/x: No such file or directory"),
         (["2", "2", "--hidden", "-8"], "row_bytes is -16"),
     ],
 )

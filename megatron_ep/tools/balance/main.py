@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ep.tools.arguments import require_ints, save
+from megatron_ep.tools.arguments import output_file, require_ints
 
 if TYPE_CHECKING:
     from megatron_ep.tools.balance.spread import LayerSpread, Period
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             "periods": [dataclasses.asdict(period) for period in periods],
             "places": {str(layer): order for layer, order in spread.places(trace).items()},
         }
-        save("--json", options.json, json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     theirs = parser.add_argument_group("traces of Megatron's, which lack these")
     theirs.add_argument("--experts", type=int, metavar="E", help="of a layer")
     theirs.add_argument("--ep", type=int, metavar="N", help="ranks that share the experts (all)")
-    parser.add_argument("--json", metavar="FILE", help="everything that the tables say, of every layer")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="everything that the tables say, of every layer"
+    )
     return parser
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ep.buffer import sizes
 from megatron_ep.config import Config, Topology, Tuning, require_int
-from megatron_ep.tools.arguments import default_experts, numbers, require_ints, save
+from megatron_ep.tools.arguments import default_experts, numbers, output_file, require_ints
 from megatron_ep.tools.simulate import Case, Machine, Phase, Prediction, predict, progress
 from megatron_ep.tools.simulate.predict import machines_in_band
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         _print_prediction(*found[-1], has_roles=len(cases) == 1, ffn=options.ffn)
     _print_recommended(found)
     if options.json:
-        save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
+        options.json.write_text(json.dumps([_as_json(*each) for each in found], indent=1))
     return 0
 
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
     output = parser.add_argument_group("output")
     output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
-    output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
+    output.add_argument("--json", type=output_file, metavar="FILE", help="everything that is known of the predictions")
     return parser
 
 
