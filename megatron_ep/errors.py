@@ -42,7 +42,7 @@ class EPMaskedError(EPError):
 
 
 class EPOverflowError(EPError):
-    """A table that the protocol needs was too small, or in Megatron a layer's fixed number of rows."""
+    """More rows came than there was room for: in a table of the protocol, or in a layer's fixed number of rows."""
 
 
 def by_cause(incidents: Sequence[dict[str, Any]], first_rank: int) -> list[dict[str, Any]]:
