@@ -104,6 +104,7 @@ class Instances:
         key = (device, num_experts, num_sms is None)
         size, is_new = self._grown(key, (num_sms or 0, row_class(row_bytes) or 0))
         if is_new:
+            self._sizes.pop(key, None)  # the next call makes another one if this set-up fails
             if key in self._normal:
                 self._normal.pop(key)[1].report_unseen()
             sms, row_bytes = size
@@ -138,6 +139,7 @@ class Instances:
             if self._low_latency_bytes:
                 room = tokens_in(self._low_latency_bytes, hidden, self._ranks.size, num_experts)
                 max_tokens = max(max_tokens, room)
+            self._sizes.pop(key, None)
             self._low_latency.pop(key, None)  # frees its memory for the new one, unless handles keep it
             buffer, _ = self.normal(device, num_experts, None, 2 * hidden)
             policy = "mask" if self._masks else "raise"

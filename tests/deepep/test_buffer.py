@@ -30,6 +30,7 @@ from megatron_ep.deep_ep import (
     transfers,
 )
 from megatron_ep.deep_ep.buffer import layout_of
+from megatron_ep.deep_ep.instances import BufferRanks, Instances
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import nodes
 from megatron_ep.tools.local_ranks import LocalRanks
@@ -524,3 +525,20 @@ def test_events():
     with pytest.raises(ValueError, match="event is None"):
         EventOverlap().current_stream_wait()
     assert Buffer.capture().event is not None
+
+
+def test_a_buffer_whose_set_up_failed_is_made_by_the_next_call():
+    fails = []
+
+    def made(config, device):
+        if fails:
+            raise ep.EPError("a rank did not come")
+        return object()
+
+    instances = Instances(BufferRanks(0, 1, made))
+    first, _ = instances.normal(torch.device("cpu"), 4, None, 8)
+    fails.append(True)
+    with pytest.raises(ep.EPError):
+        instances.normal(torch.device("cpu"), 4, None, 1 << 20)
+    fails.clear()
+    assert instances.normal(torch.device("cpu"), 4, None, 8)[0] is not first
