@@ -71,7 +71,9 @@ def test_a_replay_asks_for_no_counts_and_combines_nothing(settings, options, rou
         expected, (counts, dispatches, combines) = _backward(plain, x, grad)
         actual, calls = _backward(replayed, x, grad)
         assert calls == [counts, dispatches + 2, combines], "of two passes: no counts and no combine more"
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        # Not bit by bit: the first pass of a replay needs no gradient, and torch then multiplies in another order.
+        off = 1e-12 if plain.config.params_dtype is torch.float64 else 1e-5
+        torch.testing.assert_close(actual, expected, rtol=off, atol=off)
         assert not any(replayed.token_dispatcher._replays._layouts.values())
         ep.raise_if_failed()
 

@@ -98,28 +98,6 @@ def test_16_bit_logits_equal_megatrons_function_in_fp32(score_function, options,
     compare_with_megatron(logits, 8, score_function, bias, rounding=2 * torch.finfo(dtype).eps, **options)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    ("score_function", "options"), [("sigmoid", {}), ("softmax", {}), ("softmax", {"pre_softmax": True})]
-)
-def test_scores_for_the_auxiliary_loss_equal_megatrons(score_function, options, padded):
-    generator = torch.Generator().manual_seed(2)
-    logits = distinct_logits(generator, 64, 96)
-    bias = torch.rand(96, generator=generator) if score_function == "sigmoid" else None
-    mask = torch.rand(64, generator=generator) < 0.3 if padded else None
-    theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    aux_map, scores = moe_utils.compute_routing_scores_for_aux_loss(theirs, 6, score_function, padding_mask=mask)
-    routing = grouped_topk(
-        ours, 6, 8, 3, score_function, expert_bias=bias, padding_mask=mask, scaling_factor=2.5, aux=True, **options
-    )
-    assert torch.equal(routing.aux_map, aux_map)
-    torch.testing.assert_close(routing.aux_scores, scores, rtol=3e-6, atol=1e-9)
-    grad = torch.randn(scores.shape, generator=generator)
-    scores.backward(grad)
-    routing.aux_scores.backward(grad)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-6, atol=3e-8)
-
-
 # ---- the router module, on two data-parallel ranks
 
 ROUTERS = {

@@ -52,11 +52,6 @@ def test_all_ranks_read_one_text(four_ranks, tmp_path):
     assert four_ranks.run(_prepare, texts) == [f"dataset.path {texts[1]}: No such file or directory"] * 4
 
 
-def test_unigram_entropy_of_known_distributions():
-    assert data.unigram_entropy(np.array([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
-    assert data.unigram_entropy(np.array([7, 0])) == 0
-
-
 @pytest.mark.parametrize(("content", "word"), [(None, "No such file"), (" \n", "empty")])
 def test_corpus_mistakes(tmp_path, content, word):
     source = tmp_path / "text.txt"
