@@ -1,54 +1,26 @@
 """Which machine a process is on, where several have one name, and what has become of another one."""
 
-import functools
 import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import namespaces
 import pytest
-from rank_processes import Program
+import torch
+import torch.distributed as dist
+from rank_processes import LinkedProcess
 
 import megatron_ep as ep
+from megatron_ep.buffer.distributed import DistributedRankGroup
 from megatron_ep.fabrics import rank_info
 from megatron_ep.fabrics.rank_info import RankInfo
 from megatron_ep.meeting import processes
 from megatron_ep.meeting.processes import has_ended, machine, process_fate
-
-RANK = """
-import os, socket, sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-import megatron_ep as ep
 from megatron_ep.meeting.rendezvous import StoreRendezvous
-from megatron_ep.fabrics.rank_info import introduce, machines
-from megatron_ep.buffer.distributed import DistributedRankGroup
-
-path, rank = sys.argv[1], int(sys.argv[2])
-rendezvous = StoreRendezvous.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
-config = ep.Config(num_experts=2, timeout=20)
-_, infos = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
-if len(set(machines(infos))) == 1:
-    group = DistributedRankGroup(rendezvous, config, None, "cpu")
-    print(socket.gethostname(), "one machine", group._fate_of(1 - rank), group.fabric)
-else:
-    print(*machines(infos), sep=" and ")
-rendezvous.barrier()
-"""
-
-
-def run_two(tmp_path: Path, *kinds: str) -> list[str]:
-    """What two ranks say, each in such namespaces of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root makes namespaces")
-    before = functools.partial(unshare, *kinds)
-    ranks = [Program(["-c", RANK, tmp_path / "store", rank], before=before) for rank in range(2)]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return [out for out, _ in said]
 
 
 def unshare(*kinds: str) -> None:
@@ -59,17 +31,39 @@ def unshare(*kinds: str) -> None:
         subprocess.run(["sh", "-c", "mount --make-rprivate / && mount -t proc proc /proc"], check=True)
 
 
+def run_rank(rank: int, path: Path, kinds: tuple[str, ...], link: Connection) -> None:
+    """In such namespaces of its own. Tells which machines the ranks are on; if one, the other's fate and the fabric."""
+    unshare(*kinds)
+    rendezvous = StoreRendezvous.over(dist.FileStore(str(path), 2), rank, 2, timedelta(seconds=60))
+    config = ep.Config(num_experts=2, timeout=20)
+    _, infos = rendezvous.exchange(lambda: (None, rank_info.introduce(config, None, torch.device("cpu"))))
+    said = rank_info.machines(infos)
+    if len(set(said)) == 1:
+        group = DistributedRankGroup(rendezvous, config, None, "cpu")
+        said = ["one machine", group._fate_of(1 - rank), group.fabric]
+    link.send(said)
+    rendezvous.barrier()
+
+
+def run_two(tmp_path: Path, *kinds: str) -> list[list[str]]:
+    """What two ranks tell."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes namespaces")
+    ranks = [LinkedProcess(run_rank, rank, tmp_path / "store", kinds) for rank in range(2)]
+    said = [rank.hear() for rank in ranks]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    return said
+
+
 @pytest.mark.parametrize("kinds", [("net", "uts", "ipc"), ("pid", "mount")])
 def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    said = run_two(tmp_path, *kinds)
-    for text in said:
-        first, second = text.strip().split(" and ")
-        assert first != second and first.startswith(f"{socket.gethostname()}, boot "), text
-    assert said[0] == said[1]
+    (first, second), others = run_two(tmp_path, *kinds)
+    assert others == [first, second] and first != second
+    assert first.startswith(f"{socket.gethostname()}, boot "), first
 
 
 def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
-    assert run_two(tmp_path, "net") == [f"{socket.gethostname()} one machine None shared memory\n"] * 2
+    assert run_two(tmp_path, "net") == [["one machine", None, "shared memory"]] * 2
 
 
 def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
