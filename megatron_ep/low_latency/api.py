@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ class LowLatency(MaskedRanks):
         others = () if scales is recv_rows is recv_wait_ns is None else tensors[3:]
         key: Any = signature(settings + types, x, topk_idx, topk_weights, *others)
         plan, backend, inputs = self._plans.get(key), group._backend, [tensors]
-        stand_ins: Sequence[torch.Tensor] = ()
         try:
             if plan is not None and backend is not None and backend.aborted() is None:
                 needs_gradient = key[0]
@@ -187,12 +185,12 @@ class LowLatency(MaskedRanks):
             group.abort_peers(error)
             raise
         if needs_gradient:
-            parts, stand_ins = differentiable_dispatch(handle, inputs, pending)
-        if group.takes_lists:
-            received = received_of(handle, parts, stand_ins)
+            received = received_of(handle, *differentiable_dispatch(handle, inputs, pending))
+        elif group.takes_lists:
+            received = received_of(handle, *zip(*parts, strict=True))
         else:
             [(rows, probs, row_scales)] = parts
-            received = LowLatencyReceived(rows, row_scales, stand_ins[0] if stand_ins else None, probs, handle)
+            received = LowLatencyReceived(rows, row_scales, None, probs, handle)
         return (received, pending[0].receive) if pending else received
 
     def _keep(self, key: Any, plan: Any, given: tuple[Any, ...], taken: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.low_latency.calls import CombineInputs, DispatchInputs, Received
+from megatron_ep.low_latency.calls import CombineInputs, DispatchInputs
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombinePlan, Pending
 from megatron_ep.normal.autograd import in_memory
@@ -28,22 +28,16 @@ Run = Callable[[], Sequence[tuple[torch.Tensor | None, ...]]]
 
 def differentiable_dispatch(
     handle: LowLatencyHandle, inputs: Sequence[DispatchInputs], pending: list[Pending] | None
-) -> tuple[list[Received], Tensors]:
-    """Returns what each rank receives, with zeros in rows without a token, and tensors that receive the gradient of
-    float8 rows (straight through), if there are any."""
+) -> tuple[Tensors, Tensors | None, Tensors | None, Tensors | None]:
+    """Returns rows, with zeros without a token, probs, scales, and tensors that receive the gradient of float8 rows
+    (straight through); of all ranks each, or None."""
     run = functools.partial(handle.calls.dispatch, handle, handle.calls.backend, inputs, pending, zero=True)
-    x, weights = [given[0] for given in inputs], [given[2] for given in inputs]
-    *parts, stand_ins = _by_kind(DispatchFunction.apply(handle, run, *_given(x, weights)), len(inputs), weights, handle)
-    return list(zip(*parts, strict=True)), stand_ins
-
-
-def _by_kind(out: Tensors, n: int, weights: Sequence[Any], handle: LowLatencyHandle) -> list[Any]:
-    """Returns rows, probs, scales and stand-ins of all ranks, from those that there are."""
-    parts = [out[i : i + n] for i in range(0, len(out), n)]
-    rows, nothing = parts.pop(0), (None,) * n
-    probs = nothing if weights[0] is None else parts.pop(0)
-    scales = nothing if handle.plan.float8 is None else parts.pop(0)
-    return [rows, probs, scales, parts.pop() if parts else ()]
+    n, x, weights = len(inputs), [given[0] for given in inputs], [given[2] for given in inputs]
+    out = DispatchFunction.apply(handle, run, *_given(x, weights))
+    rows, *parts = (out[i : i + n] for i in range(0, len(out), n))
+    probs = None if weights[0] is None else parts.pop(0)
+    scales = None if handle.plan.float8 is None else parts.pop(0)
+    return rows, probs, scales, parts.pop() if parts else None
 
 
 def differentiable_combine(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ep.low_latency.calls import Received
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.normal.handle import shapes_of
 
@@ -63,8 +62,12 @@ def _one(handle: LowLatencyHandle, view_of: Callable[[int], torch.Tensor]) -> An
 
 
 def received_of(
-    handle: LowLatencyHandle, parts: Sequence[Received], stand_ins: Sequence[torch.Tensor] = ()
+    handle: LowLatencyHandle, rows: Any, probs: Any, scales: Any, stand_ins: Any = None
 ) -> LowLatencyReceived:
-    """Returns the result of the ranks of a LocalCluster. stand_ins: see `LowLatencyReceived.straight_through`."""
-    rows, probs, scales = (list(of_ranks) if of_ranks[0] is not None else None for of_ranks in zip(*parts, strict=True))
-    return LowLatencyReceived(rows, scales, list(stand_ins) or None, probs, handle)
+    """Returns the result by what all ranks of this process received; for tensors that there are not, None of each rank
+    or of all. stand_ins: see `LowLatencyReceived.straight_through`."""
+
+    def one(of_ranks: Any) -> Any:
+        return None if of_ranks is None or of_ranks[0] is None else handle.group.for_caller(list(of_ranks))
+
+    return LowLatencyReceived(one(rows), one(scales), one(stand_ins), one(probs), handle)
