@@ -2,7 +2,7 @@
 by the tree's own PagedStashRunner, which repeats those that were over the budget. Prints a line of figures."""
 
 import json
-import os
+import multiprocessing
 import sys
 import tempfile
 
@@ -14,7 +14,7 @@ WORLD, SEQUENCE, MICROBATCHES, FACTOR = 2, 16, 2, 1.3
 VOCABULARY = (64, 64, 8, 64, 1, 8, 1)  # token ids in each step: the fewer, the less even is the load
 
 
-def work(rank, factor):
+def work(rank, store, factor):
     from counted_experts import CountedExperts
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -32,6 +32,7 @@ def work(rank, factor):
     def counted(node):
         return MoESubmodules(experts=CountedExperts, router=node.router) if isinstance(node, MoESubmodules) else None
 
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=WORLD)
     tensor_parallel.model_parallel_cuda_manual_seed(5)
     torch.manual_seed(5)
@@ -86,26 +87,10 @@ def work(rank, factor):
     return {"losses": losses, "repeats": repeats, "suggested": suggested}
 
 
-def ranks(*args):
-    folder, children = tempfile.mkdtemp(), []
-    for rank in range(WORLD):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-                torch.save(work(rank, *args), f"{folder}/{rank}")
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * WORLD
-    return [torch.load(f"{folder}/{rank}") for rank in range(WORLD)]
+def ranks(factor):
+    """`work` of all of them, each in a process."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(WORLD) as processes:
+        return processes.starmap(work, [(rank, f"{folder}/store", factor) for rank in range(WORLD)], 1)
 
 
 if __name__ == "__main__":
