@@ -35,6 +35,8 @@ extern "C" __global__ void hold(int us) {
     } while (now - start < (unsigned long long)us * 1000ull);
 }"""
 NUM_SMS = 24
+HIDDEN, FFN, EXPERTS = 7168, 2048, 16  # of a rank
+SHARE = 0.45  # of the network in the layer without chunks
 SHARED = 120 << 10  # more than half of an SM's, so that no two blocks share one
 GAIN, MEMORY, ROUNDING = 1.15, 1.10, 2e-2  # of gradients in bf16 and fp32, of the largest
 
@@ -83,14 +85,14 @@ class Network:
         self._kernel(grid=(NUM_SMS, 1, 1), block=(512, 1, 1), args=[us], shared_mem=SHARED)
 
 
-def make_layer(arguments, number, delays):
+def make_layer(number, delays):
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
     config = make_config(
-        hidden_size=arguments.hidden,
+        hidden_size=HIDDEN,
         num_attention_heads=8,
-        moe_ffn_hidden_size=arguments.ffn,
-        num_moe_experts=arguments.experts * dist.get_world_size(),
+        moe_ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS * dist.get_world_size(),
         moe_router_topk=8,
         moe_grouped_gemm=True,
         params_dtype=torch.bfloat16,
@@ -194,34 +196,30 @@ def differences(layers, x, grad, mains):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=16384, help="per rank; with few the host is the limit")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--ffn", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=16, help="per rank")
-    parser.add_argument("--share", type=float, default=0.45, help="of the network in the layer without chunks")
-    arguments = parser.parse_args()
+    tokens = parser.parse_args().tokens
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
     join()
-    plain = make_layer(arguments, 1, False)
-    layers, weights, mains = {"plain": plain, "two chunks": make_layer(arguments, 2, False)}, {}, {}
+    plain = make_layer(1, False)
+    layers, weights, mains = {"plain": plain, "two chunks": make_layer(2, False)}, {}, {}
     if hasattr(plain.config, chunks.DELAYS):
-        layers |= {"wgrad": make_layer(arguments, 1, True), "two chunks, wgrad": make_layer(arguments, 2, True)}
+        layers |= {"wgrad": make_layer(1, True), "two chunks, wgrad": make_layer(2, True)}
     for layer in layers.values():
         share(weights, layer, mains)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    shape = (2, arguments.tokens, 1, arguments.hidden)
+    shape = (2, tokens, 1, HIDDEN)
     x, grad = torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
     off = differences(layers, x, grad, mains)
     for _ in range(3):  # with the streams at other places in each
         off = {name: max(value, off[name]) for name, value in differences(layers, x, grad, mains).items()}
     fast = times(layers, x, grad, 6)
     own = calls_alone(plain, x, grad)
-    us = max(0.0, 1e3 * (arguments.share * fast["plain"][1] - own) / (4 * (1 - arguments.share)))
-    with Network(us, arguments.tokens * arguments.hidden):
+    us = max(0.0, 1e3 * (SHARE * fast["plain"][1] - own) / (4 * (1 - SHARE)))
+    with Network(us, tokens * HIDDEN):
         slow = times(layers, x, grad, 6)
     if dist.get_rank() == 0:
-        print(f"torch {torch.__version__}, {dist.get_world_size()} x {torch.cuda.get_device_name()}, {arguments}")
+        print(f"torch {torch.__version__}, {dist.get_world_size()} x {torch.cuda.get_device_name()}, T = {tokens}")
         print(f"calls take {own:.2f} of {fast['plain'][1]:.2f} ms; with a network {us:.0f} us more each")
         print(
             f"{'ms':18} {'forward':>8} {'both':>8} {'x plain':>8} {'host':>8} {'peak GB':>8} | "

@@ -1,7 +1,7 @@
 """A slice of DeepSeek-V3 in Megatron-LM's pretrain_gpt.py with Transformer Engine: this dispatcher against Megatron's
 all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24, 16, 8; both with the same load on all
-experts, with full recompute, and in fp8; and DeepEP through Megatron's flex dispatcher, where `import deep_ep` finds
-one that fits. Prints a table.
+experts, and in fp8; and DeepEP through Megatron's flex dispatcher, where `import deep_ep` finds one that fits. Prints a
+table.
 
     PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ...]
 
@@ -59,7 +59,6 @@ def fp8(recipe):
 
 
 DEEPEP = (flags.TYPE, "flex", flags.BACKEND, "deepep", "--moe-flex-dispatcher-num-sms", "24", "--moe-permute-fusion")
-RECOMPUTE = tuple(f"model.recompute_{name}" for name in ("granularity=full", "method=uniform", "num_layers=1"))
 EVEN = ("--moe-router-force-load-balancing",)  # random choices: no rank waits for one with more rows
 CASES = {
     "ours, 24 SMs": Case(),
@@ -68,8 +67,6 @@ CASES = {
     "all-to-all, even load": alltoall(EVEN),
     "ours, 24 SMs, overlap": Case(overlap=True),
     "all-to-all, overlap": alltoall(overlap=True),
-    "ours, 24 SMs, full recompute": Case(recipe=RECOMPUTE),
-    "all-to-all, full recompute": alltoall(recipe=RECOMPUTE),
     "ours, 16 SMs": Case(16),
     "ours, 8 SMs": Case(8),
     "ours, 24 SMs, fused router": Case(ep_flags=("--ep-router", "fused")),
@@ -86,7 +83,6 @@ CASES = {
 PAIRS = {  # what must have the same losses and norms, and how far apart they may be
     ("ours, 24 SMs", "all-to-all"): 5e-3,
     ("ours, 24 SMs", "DeepEP, 24 SMs"): 5e-3,
-    ("ours, 24 SMs, full recompute", "all-to-all, full recompute"): 5e-3,
     ("ours, fp8 tensorwise", "all-to-all, fp8 tensorwise"): FP8_APART,
     ("ours, fp8 blockwise", "all-to-all, fp8 blockwise"): FP8_APART,
 }
