@@ -25,7 +25,7 @@ LONGEST = (
     "test_package.py",
     "test_loss_curve.py",
     "test_build.py",
-    "test_default_chunk.py",
+    "test_defaults.py",
     "test_train_run.py",
     "test_pretrain.py",
     "test_script_recipe.py",
