@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,38 +66,23 @@ RUNS = {
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a mutant's statement stands in its file."""
-
-    start: int
-    end: int
-
-
-def place_of(mutant: Mutant, source: str) -> Place:
-    """Raises ValueError unless the mutant's text occurs exactly once."""
-    before, statement, after = mutant.parts()
-    text = before + statement + after
-    if source.count(text) != 1:
-        raise ValueError(f"'{mutant.name}': its text occurs {source.count(text)} times in {mutant.file}, must once")
-    start = source.index(text) + len(before)
-    return Place(start, start + len(statement))
-
-
 def with_all_mutants(file: str, mutants: dict[int, Mutant]) -> str:
     """The file with each of its mutants behind its number."""
     source = (CSRC / file).read_text()
-    at: dict[Place, dict[int, Mutant]] = {}
+    at: dict[tuple[int, int], dict[int, Mutant]] = {}
     for number, mutant in mutants.items():
         if mutant.file == file:
-            at.setdefault(place_of(mutant, source), {})[number] = mutant
-    places = sorted(at, key=lambda place: place.start)
-    for one, other in pairwise(places):
-        if one.end > other.start:
-            raise ValueError(f"{file}: mutants' statements overlap at {source[other.start : one.end]!r}")
-    for place in reversed(places):
-        choices = "".join(f"if (chosen_mutant == {n}) {{ {m.replacement} }} else " for n, m in at[place].items())
-        source = f"{source[: place.start]}{choices}{{ {source[place.start : place.end]} }}{source[place.end :]}"
+            at.setdefault(mutant.place(source), {})[number] = mutant
+    places = sorted(at)
+    for (_, end), (start, _) in pairwise(places):
+        if end > start:
+            raise ValueError(f"{file}: mutants' statements overlap at {source[start:end]!r}")
+    for start, end in reversed(places):
+        statement = source[start:end]
+        choices = "".join(
+            f"if (chosen_mutant == {n}) {{ {m.replacement(statement)} }} else " for n, m in at[start, end].items()
+        )
+        source = f"{source[:start]}{choices}{{ {statement} }}{source[end:]}"
     declaration = "extern const int chosen_mutant;\n"
     if file.endswith(".cpp"):
         return declaration + source

@@ -1,5 +1,6 @@
 """What a mutant is, and the names that several tables use."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -7,32 +8,44 @@ from dataclasses import dataclass
 class Mutant:
     name: str
     file: str  # below csrc
-    text: str  # occurs exactly once; the statement in « », or all of it
-    replacement: str = ""
-    programs: tuple[str, ...] = ("p2p",)
+    text: str
+    change: tuple[str, ...]
+    programs: tuple[str, ...]
 
-    def parts(self) -> tuple[str, str, str]:
-        """What stands before the statement, the statement, what stands behind it."""
-        before, mark, rest = self.text.partition("«")
-        if not mark:
-            return "", self.text, ""
-        statement, _, after = rest.partition("»")
-        return before, statement, after
+    def place(self, source: str) -> tuple[int, int]:
+        """Where its statement begins and ends. Raises ValueError unless its text occurs exactly once."""
+        text = self.text if "«" in self.text else f"«{self.text}»"
+        begin, *rest = (re.sub(r"(\\ )+", r"\\s*", re.escape(part)) for part in text.split("…"))
+        between = f"(?:(?!{begin.replace('«', '').replace('»', '')}).)*?"  # the text does not begin in it once more
+        pattern = between.join([begin, *rest]).replace("«", "(").replace("»", ")")
+        found = [match.span(1) for match in re.finditer(pattern, source, re.DOTALL)]
+        if len(found) != 1:
+            raise ValueError(f"'{self.name}': its text occurs {len(found)} times in {self.file}, must once")
+        return found[0]
+
+    def replacement(self, statement: str) -> str:
+        """What takes the statement's place."""
+        if len(self.change) < 2:
+            return "".join(self.change)
+        old, new = self.change
+        assert old in statement, self.name
+        return statement.replace(old, new)
 
 
-def changed(name: str, file: str, statement: str, old: str, new: str, programs: tuple[str, ...] = ("p2p",)) -> Mutant:
-    """A statement in which one text is replaced by another."""
-    assert old in statement, name
-    mark = Mutant(name, file, statement).parts()[1]
-    return Mutant(name, file, statement, mark.replace(old, new), programs)
+# By file and programs. A row is a mutant's name and its text: the statement in « », or all of it. … stands for any part
+# of it, a space also for where a line breaks. Then nothing if the statement is left out, or what takes its place, or
+# which text in it is replaced, and by what.
+Table = dict[tuple[str, str], list[tuple[str, ...]]]
 
 
-BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
-RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
-COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
-P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
-ROWS = ("rows",)
+def mutants_of(table: Table) -> list[Mutant]:
+    """Those of a table."""
+    return [
+        Mutant(name, file, text, tuple(change), tuple(programs.split()))
+        for (file, programs), rows in table.items()
+        for name, text, *change in rows
+    ]
+
+
 SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
-QUEUES = ("queue",)
 MET = "return nothing_to_wait_for();"
-LL = ("low_latency",)
