@@ -118,11 +118,7 @@ def test_only_what_users_name_lies_at_the_top():
 @pytest.mark.parametrize(
     ("file", "code", "fault"),
     [
-        (
-            "config",
-            "from . import buffer",
-            "circle: megatron_ep.buffer -> megatron_ep.config -> megatron_ep.buffer",
-        ),
+        ("config", "from . import buffer", "circle: megatron_ep.buffer -> megatron_ep.config -> megatron_ep.buffer"),
         (
             "fabrics/host",
             "def f():\n    from ..buffer import Buffer",
@@ -133,11 +129,7 @@ def test_only_what_users_name_lies_at_the_top():
             "importlib.import_module('megatron_ep.tools.bench')",
             "megatron_ep.megatron.layer imports megatron_ep.tools.bench: from megatron to tools",
         ),
-        (
-            "tools/bench",
-            "def f():\n    from megatron.core import x",
-            "megatron_ep.tools.bench imports megatron.core",
-        ),
+        ("tools/bench", "def f():\n    from megatron.core import x", "megatron_ep.tools.bench imports megatron.core"),
         (
             "megatron/layer",
             "from megatron_ep.buffer import _private",

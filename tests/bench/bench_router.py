@@ -65,9 +65,7 @@ def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) ->
     seconds = time_rounds(timers, arguments.warmup, arguments.iters, shuffler=Random(0))
     sizes = f"T={tokens} E={EXPERTS} K={TOPK} groups {GROUP_TOPK}/{GROUPS}"
     more = dict(
-        device=arguments.device,
-        threads=torch.get_num_threads() if arguments.device == "cpu" else None,
-        tokens=tokens,
+        device=arguments.device, threads=torch.get_num_threads() if arguments.device == "cpu" else None, tokens=tokens
     )
     return [
         make_record(f"{sizes} {arguments.device}", phase, name, times, 0, **more)

@@ -132,15 +132,7 @@ class _Rounds:
         self._case, self._warmup, self._iterations = case, warmup, iterations
         self._settings = asdict(case)
 
-    def time(
-        self,
-        phase: str,
-        name: str,
-        step: Step,
-        *,
-        start_alike: bool = False,
-        **more: Any,
-    ) -> None:
+    def time(self, phase: str, name: str, step: Step, *, start_alike: bool = False, **more: Any) -> None:
         """start_alike: whether ranks wait for each other before each round on a GPU, for steps that end at different
         times. more: of the record."""
         timer = self._timer(step, start_alike)

@@ -97,10 +97,7 @@ def test_on_the_host(four_ranks, check, ranks_per_node):
 @pytest.mark.parametrize("ranks", [on_nodes, between_machines])
 @pytest.mark.parametrize(
     ("check", "size", "per_node"),
-    [
-        *((checks.check_low_latency, *ranks) for ranks in ((2, 1), (4, 2), (4, 1))),
-        (checks.check_masks, 4, 2),
-    ],
+    [*((checks.check_low_latency, *ranks) for ranks in ((2, 1), (4, 2), (4, 1))), (checks.check_masks, 4, 2)],
 )
 def test_few_tokens_over_nodes(four_ranks, ranks, check, size, per_node):
     four_ranks.run(ranks, check, size, per_node)

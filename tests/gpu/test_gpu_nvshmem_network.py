@@ -18,11 +18,7 @@ import pytest
 from test_gpu_fabrics import need
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = {
-    "NVSHMEM_DISABLE_P2P": "1",
-    "NVSHMEM_REMOTE_TRANSPORT": "ucx",
-    "NVSHMEM_HEAP_KIND": "SYSMEM",
-}
+SETTINGS = {"NVSHMEM_DISABLE_P2P": "1", "NVSHMEM_REMOTE_TRANSPORT": "ucx", "NVSHMEM_HEAP_KIND": "SYSMEM"}
 
 
 def test_two_nodes(tmp_path):

@@ -23,11 +23,7 @@ def assert_small(by_rank: Sequence[Mapping[str, float]], tolerance: float) -> No
 
 
 def run_dispatcher(
-    dispatcher: MoETokenDispatcher,
-    x: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor,
-    grad: torch.Tensor,
+    dispatcher: MoETokenDispatcher, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Runs the six steps of a dispatcher, with experts that depend on their id and TP rank, and the backward pass.
 

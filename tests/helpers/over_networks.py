@@ -52,11 +52,7 @@ def run_cases(fabric: str, per_machine: int, per_node: int, seeds: range) -> Non
     for sizes, promise in [*((sizes, None) for sizes in SIZES.values()), (both, both.max_tokens)]:
         config = replace(sizes.config(), max_tokens=promise)
         near = machines_of(per_machine, fabric) if fabric else nullcontext()
-        with (
-            cards_in_any_order(fabric),
-            near,
-            ep.Buffer(None, config, ep.Topology(W // per_node, per_node)) as buffer,
-        ):
+        with cards_in_any_order(fabric), near, ep.Buffer(None, config, ep.Topology(W // per_node, per_node)) as buffer:
             assert buffer.fabric == fabric or not fabric
             check_cases(buffer, sizes, seeds)
             if sizes is both and promise is None:

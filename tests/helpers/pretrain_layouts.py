@@ -104,10 +104,7 @@ ALL = {
         equal_to=("single",),
     ),
     "global auxiliary loss": Layout(  # its running counts depend on how many ranks share a global batch
-        4,
-        EP4,
-        "--moe-router-load-balancing-type global_aux_loss --moe-z-loss-coeff 1e-3",
-        equal_to=("alltoall",),
+        4, EP4, "--moe-router-load-balancing-type global_aux_loss --moe-z-loss-coeff 1e-3", equal_to=("alltoall",)
     ),
     "bf16": Layout(4, f"{EP4}", BF16, equal_to=("alltoall",)),
     "bf16, PP 2, VPP 2, 1F1B overlap": Layout(

@@ -107,9 +107,7 @@ PUBLIC = {
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
     ),
     "moe_guide/allgather": Public(
-        8,
-        (4, 1, 2, 4),
-        f"{MIXTRAL_8X7B} {ZERO} --global-batch-size 128 --moe-token-dispatcher-type allgather",
+        8, (4, 1, 2, 4), f"{MIXTRAL_8X7B} {ZERO} --global-batch-size 128 --moe-token-dispatcher-type allgather"
     ),
     "moe_guide/paged_stash": Public(
         8,

@@ -79,11 +79,7 @@ def test_bytes_between_ranks():
 
 
 def test_documents_are_cut_evenly():
-    assert cut_evenly([3, 0, 5], 3) == [
-        Shard(0, 0, 0, 0, 3),
-        Shard(2, 0, 1, 1, 3),
-        Shard(2, 1, 2, 2, 2),
-    ]
+    assert cut_evenly([3, 0, 5], 3) == [Shard(0, 0, 0, 0, 3), Shard(2, 0, 1, 1, 3), Shard(2, 1, 2, 2, 2)]
     assert cut_evenly([], 3) == [] and cut_evenly([0], 3) == []
     assert [shard.length for shard in cut_evenly([4], 3)] == [2, 2]
 

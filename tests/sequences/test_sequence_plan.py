@@ -188,10 +188,7 @@ def test_other_mistakes_are_told():
             [Shard(d, i, d, (1 - i) * (1 + d), 1 if i else 1 << 30) for d in range(2) for i in range(2)],
             "rank 0 would receive 2147483650 rows of K and V",
         ),
-        (
-            [Shard(0, i, 0, i % 2, 1 << 29) for i in range(3)],
-            "the segments of rank 0 have 2147483648 rows of context",
-        ),
+        ([Shard(0, i, 0, i % 2, 1 << 29) for i in range(3)], "the segments of rank 0 have 2147483648 rows of context"),
     ],
 )
 def test_more_rows_than_tables_can_say(shards, message):
