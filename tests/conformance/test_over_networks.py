@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cards import cards_with
 from nightly import at_night
-from over_networks import W, run_cases
+from over_networks import IDS, W, X, buffer_of, run_cases
 from run_on import run_on
 from waits import within
 
@@ -21,11 +21,6 @@ from megatron_ep.buffer import monitor, rank_group
 from megatron_ep.fabrics import choice
 
 FABRICS = choice.OF_HOST
-X, IDS = torch.ones(8, 16), torch.arange(16).view(8, 2)
-
-
-def buffer_of(timeout: float) -> ep.Buffer:
-    return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W, 1))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +46,7 @@ def test_random_cases_have_the_bits_of_one_process(over, fabric, per_machine, pe
 @pytest.mark.parametrize("fabric", FABRICS)
 @run_on("ranks")
 def test_an_abort_is_heard_on_every_machine() -> None:
-    with buffer_of(20) as buffer:
+    with buffer_of() as buffer:
         ep.dispatch(X, IDS, buffer=buffer)
         dist.barrier()
         if dist.get_rank() == W - 1:
@@ -68,7 +63,7 @@ def test_an_abort_is_heard_on_every_machine() -> None:
 @pytest.mark.parametrize("fabric", FABRICS)
 @run_on("ranks")
 def test_a_rank_that_has_done_its_part_may_close_its_buffer() -> None:
-    buffer = buffer_of(20)
+    buffer = buffer_of()
     rows = ep.dispatch(X, IDS, buffer=buffer)
     ep.combine(rows.x, rows.handle)
     if dist.get_rank() != W - 1:
@@ -167,7 +162,7 @@ IS_DOWN = "fake_0 port 1 (RoCE): it is down on rank 2"
 def test_a_card_that_cannot_be_used_is_refused_on_every_rank(facts: dict[str, int], what: str) -> None:
     """That of rank 2."""
     with cards_with(**facts if dist.get_rank() == 2 else {}), pytest.raises(ep.EPError, match=re.escape(what)):
-        buffer_of(20)
+        buffer_of()
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
@@ -175,7 +170,7 @@ def test_a_card_that_cannot_be_used_is_refused_on_every_rank(facts: dict[str, in
 def test_one_line_at_the_start_names_fabric_and_card(fabric: str) -> None:
     """Rank 0 logs it."""
     with mock.patch.object(rank_group.set_up_log, "info") as say:
-        buffer_of(20).close()
+        buffer_of().close()
     said = [call.args[0] % call.args[1:] for call in say.call_args_list]
     card = "" if fabric == "tcp" else "; rank 0 has fake_0 port 1"
     says = f"fabric: {fabric} (host backend on 4 machines, MEGATRON_EP_FABRIC says so{card});"

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from cards import cards_with
 from cases import drawn
@@ -15,6 +16,12 @@ from process_cases import SIZES, check_cases, check_low_latency_cases
 import megatron_ep as ep
 
 W = 4
+X, IDS = torch.ones(8, 16), torch.arange(16).view(8, 2)
+
+
+def buffer_of(timeout: float = 20.0) -> ep.Buffer:
+    """Whose ranks are nodes, and where X and IDS are a rank's rows and their experts."""
+    return ep.Buffer(None, ep.Config(num_experts=16, timeout=timeout), ep.Topology(W, 1))
 
 
 def cards_in_any_order(fabric: str) -> AbstractContextManager[None]:

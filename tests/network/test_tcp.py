@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
-from over_networks import W, inputs
+from over_networks import IDS, W, X, buffer_of, inputs
 from rank_processes import RANK_ENVIRONMENT, Program
 from run_on import run_on
 from waits import within
@@ -35,7 +35,7 @@ from megatron_ep.megatron import shared_buffers
 
 @run_on("ranks")
 def test_a_rank_of_another_machine_cannot_come_back() -> None:
-    with machines_of(1), ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1)) as buffer:
+    with machines_of(1), buffer_of() as buffer:
         masking = dict(on_dead_rank="mask", mask_timeout=5.0)
         low_latency = ep.LowLatency(buffer, max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16, **masking)
         with pytest.raises(EPError, match="which this buffer's fabric, tcp, does not: make a new buffer"):
@@ -158,13 +158,12 @@ class Telling(_C.SoftwareNic):
 def test_whoever_raises_an_error_has_told_the_others() -> None:
     """A process may end with it, before its thread for the network has said why."""
     with machines_of(1), mock.patch.object(_C, "SoftwareNic", Telling):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
+        buffer = buffer_of()
     nic = buffer._group._network.nic
-    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
     dist.barrier()
     if dist.get_rank() == W - 1:
         buffer.abort("enough")
-    dispatch, times = lambda: ep.dispatch(x, ids, buffer=buffer), nic.told
+    dispatch, times = lambda: ep.dispatch(X, IDS, buffer=buffer), nic.told
     for call in (dispatch, dispatch, buffer.raise_if_failed):  # it fails, was known to have failed, and is asked for
         with pytest.raises(EPError):
             call()
@@ -201,7 +200,7 @@ def test_a_network_that_is_not_made_keeps_no_connection() -> None:
         mock.patch.object(tcp, "_connect_all", join),
         pytest.raises(EPError, match="a cable was pulled"),
     ):
-        ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
+        buffer_of()
     assert within(10, lambda: sockets() == before)  # a thread may not have let go of its own yet
 
 
@@ -221,7 +220,7 @@ def test_more_heaps_than_a_byte_can_number():
 def test_a_reset_ends_when_a_rank_closes():
     """Rank 3 closes its buffer while the others wait for it in a reset; its process goes on."""
     with machines_of(1, "tcp"):
-        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
+        buffer = buffer_of(60)
     dist.barrier()
     if dist.get_rank() == 3:
         time.sleep(2)
@@ -339,7 +338,7 @@ def run_spoilt(counts: bool) -> str:
         buffer = stack.enter_context(ep.Buffer(None, config, ep.Topology(W, 1)))
         with pytest.raises(EPError) as caught:
             for _ in range(2):  # a rank that has what it needs when rank 0 gives up hears of it in the next call
-                ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer, layout="flat")
+                ep.dispatch(X, IDS, buffer=buffer, layout="flat")
         return str(caught.value)
 
 
@@ -596,7 +595,7 @@ def test_a_rank_that_cannot_connect_is_not_waited_for(where):
         mock.patch.object(*place[where]) if dist.get_rank() == W - 1 else contextlib.nullcontext(),
         pytest.raises(EPError, match=r"^rank 3 could not set up the buffer: (OSError: )?no descriptors left$"),
     ):
-        ep.Buffer(None, ep.Config(num_experts=16, timeout=60), ep.Topology(W, 1))
+        buffer_of(60)
     assert time.monotonic() - start < 20
 
 

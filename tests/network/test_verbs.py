@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cards import cards_with, library, use_library
 from forced_machines import machines_of
-from over_networks import W, run_cases
+from over_networks import IDS, W, X, buffer_of, run_cases
 from run_on import run_on
 
 import megatron_ep as ep
@@ -28,10 +28,6 @@ def ranks():
         yield ranks
 
 
-def buffer_of(**settings) -> ep.Buffer:
-    return ep.Buffer(None, ep.Config(num_experts=16, **settings), ep.Topology(W, 1))
-
-
 # ---- what a network wants of connections
 
 WANTED = dict(zip(verbs.SETTINGS, (106, 3, 2, 19, 5), strict=True))
@@ -43,13 +39,13 @@ def test_connections_are_as_the_environment_says():
     own = {name: str(value) for name, value in WANTED.items()}
     facts = {verbs.SETTINGS[name][0]: value for name, value in WANTED.items()}
     with machines_of(1, "verbs"), cards_with(**facts), mock.patch.dict("os.environ", own):
-        with buffer_of(timeout=20) as buffer:
-            ep.dispatch(torch.ones(8, 16), torch.arange(16).view(8, 2), buffer=buffer)
+        with buffer_of() as buffer:
+            ep.dispatch(X, IDS, buffer=buffer)
         for name, value in WANTED.items():
             says = f"^environment variable {name} is {value} on rank 0 and 1 on rank 3, must be equal$"
             other = mock.patch.dict("os.environ", {name: "1"} if dist.get_rank() == W - 1 else {})
             with other, pytest.raises(ValueError, match=says):
-                buffer_of(timeout=20)
+                buffer_of()
 
 
 @pytest.mark.parametrize(("name", "value", "range_"), [("TC", "256", "[0, 255]"), ("TIMEOUT", "0", "[1, 31]")])
@@ -72,7 +68,7 @@ def test_no_row_goes_over_tcp():
     """No thread of the host carries rows over ibgda: over TCP, or by telling a card."""
     sent = []
     whole = tcp.Network.segments_sent
-    with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+    with machines_of(1, "ibgda"), buffer_of() as buffer:
         network = buffer._group._network
         ids = torch.arange(16).repeat(64, 1)[:, :4].contiguous()
         for _ in range(2):
@@ -90,7 +86,7 @@ def test_the_bits_over_several_cards_a_rank():
     rank = dist.get_rank()
     with cards_with(devices=2, seed=7 + rank):
         run_cases("ibgda", 1, 1, range(1))
-        with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+        with machines_of(1, "ibgda"), buffer_of() as buffer:
             assert buffer._group._network.cards() == [f"rank {rank} has fake_0 port 1 and fake_1 port 1"]
 
 
@@ -112,7 +108,7 @@ def test_what_is_missing_of_libmlx5_is_said(name, says):
         mock.patch.object(verbs, "MLX5_LIBRARY", name if dist.get_rank() == 1 else verbs.MLX5_LIBRARY),
         pytest.raises(EPError, match=f"^the ibgda fabric needs.*{says}"),
     ):
-        buffer_of(timeout=20)
+        buffer_of()
 
 
 @pytest.mark.parametrize(
