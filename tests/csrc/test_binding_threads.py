@@ -14,8 +14,8 @@ from megatron_ep import _C
 
 @pytest.fixture(scope="module")
 def gated():
-    library = cpp.build("binding_threads") / "binding_threads.so"
-    spec = importlib.util.spec_from_file_location("binding_threads", library)
+    library = cpp.build("launchless") / "launchless.so"
+    spec = importlib.util.spec_from_file_location("launchless", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,11 +29,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+HEAP = _C.Heap(nodes=1, ranks_per_node=1, num_experts=1, channels=1, nvl_ring_bytes=0, rdma_ring_bytes=0)
 ROW = _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
 
 
 def test_two_threads_do_not_launch_at_once(gated) -> None:
-    launcher = gated.group()
+    launcher = gated.group(HEAP)
     dispatch, combine = launcher.prepare_dispatch(ROW, [{}]), launcher.prepare_combine(ROW, [{}])
     phases = ("notify", "dispatch", "dispatch_without_wait", "speculative_dispatch", "dispatch_retry")
     calls = [
@@ -57,7 +58,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
 
 
 def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
-    launcher = gated.group()
+    launcher = gated.group(HEAP)
     notify = functools.partial(launcher.launch, launcher.prepare_dispatch(ROW, [{}]), int(_C.Phase.notify), 0, ())
     notify()
     calls = []
@@ -75,7 +76,7 @@ def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
 
 
 def test_a_call_has_no_members_of_other_names(gated) -> None:
-    launcher = gated.group()
+    launcher = gated.group(HEAP)
     for members, error in ({"rows": 1}, KeyError), ({"x": -1}, OverflowError), ({"x": "1"}, AttributeError):
         with pytest.raises(error):
             launcher.prepare_combine(ROW, [members])
@@ -86,7 +87,7 @@ def test_a_call_has_no_members_of_other_names(gated) -> None:
 
 
 def test_a_launch_takes_what_its_call_leaves_open(gated) -> None:
-    launcher = gated.group()
+    launcher = gated.group(HEAP)
     launch = functools.partial(
         launcher.launch, launcher.prepare_combine(ROW, [{}], ["x", "y"]), int(_C.Phase.combine), 0
     )
