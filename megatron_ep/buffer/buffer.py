@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_ep.buffer.any_buffer import AnyBuffer
 from megatron_ep.buffer.distributed import DistributedRankGroup, group_of
+from megatron_ep.buffer.host import Schedule
 from megatron_ep.buffer.local import LocalRankGroup
 from megatron_ep.config import Config, Topology
 
@@ -40,16 +41,8 @@ class LocalCluster(AnyBuffer):
         lost_signal: int = 0,
         stalled: tuple[int, int] | None = None,
     ):
-        self._group = LocalRankGroup(
-            nodes,
-            ranks_per_node,
-            config,
-            device=device,
-            threads=threads,
-            seed=seed,
-            lost_signal=lost_signal,
-            stalled=stalled,
-        )
+        schedule = Schedule(threads, seed, lost_signal, stalled)
+        self._group = LocalRankGroup(nodes, ranks_per_node, config, device, schedule)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error, as `Buffer.reset` does."""

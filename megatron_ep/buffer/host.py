@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,15 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
 
+class Schedule(NamedTuple):
+    """How the roles of this process are run: see `megatron_ep.LocalCluster`."""
+
+    threads: int = 1
+    seed: int | None = None
+    lost_signal: int = 0
+    stalled: tuple[int, int] | None = None
+
+
 class HostBackend(Backend):
     """The backend of ranks on the host. A separate intra-rank pass saves nothing: the same threads would run it."""
 
@@ -43,24 +52,22 @@ class HostBackend(Backend):
         segments: Sequence[_C.Segment],
         *,
         timeout: float,
-        threads: int = 1,
-        seed: int | None = None,
-        lost_signal: int = 0,
-        stalled: tuple[int, int] = (0, 0),
+        schedule: Schedule | None = None,
         nic: _C.SoftwareNic | None = None,
     ):
         """nic: carries what goes to other nodes; None: all heaps are mapped here."""
-        self.is_seeded = seed is not None
+        schedule = schedule or Schedule()
+        self.is_seeded = schedule.seed is not None
         self._ranks = ranks
         self.memories = list(segments)
         group = _C.host_group(
             heap=heap,
             ranks=ranks,
             segments=self.memories,
-            threads=threads,
-            seed=seed,
-            lost_signal=lost_signal,
-            stalled=stalled,
+            threads=schedule.threads,
+            seed=schedule.seed,
+            lost_signal=schedule.lost_signal,
+            stalled=schedule.stalled or (0, 0),
             timeout=timeout,
             nic=nic,
         )

@@ -22,14 +22,11 @@ class LocalRankGroup(RankGroup):
         nodes: int,
         ranks_per_node: int,
         config: Config,
-        *,
         device: str | torch.device,
-        threads: int,
-        seed: int | None,
-        lost_signal: int,
-        stalled: tuple[int, int] | None,
+        schedule: host.Schedule,
     ):
         super().__init__()
+        threads, seed, lost_signal, stalled = schedule
         self.topology = Topology(nodes, ranks_per_node)
         require_type("config", config, Config)
         self.config = config
@@ -63,16 +60,8 @@ class LocalRankGroup(RankGroup):
             log_set_up(self, "p2p (one GPU)", sms)
         else:
             self.heap = sizes.host_heap(self.topology, config)
-            self._backend = host.HostBackend(
-                self.heap,
-                self.ranks,
-                self.shared_segments(self.heap.bytes),
-                timeout=config.timeout_seconds,
-                threads=threads,
-                seed=seed,
-                lost_signal=lost_signal,
-                stalled=stalled or (0, 0),
-            )
+            segments, timeout = self.shared_segments(self.heap.bytes), config.timeout_seconds
+            self._backend = host.HostBackend(self.heap, self.ranks, segments, timeout=timeout, schedule=schedule)
             network = "" if seed is None else f", a simulated network of seed {seed}"
             log_set_up(self, f"memory of this process{network}")
         self.one_hop = low_latency.connect_one_hop(self)

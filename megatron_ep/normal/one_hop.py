@@ -15,7 +15,7 @@ from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
-from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
+from megatron_ep.normal.handle import Handle, RankHandle
 from megatron_ep.normal.plan import Maybe, Maybes, Outputs, Tensor, Tensors
 from megatron_ep.normal.row_counts import least_rows, max_arrivals
 from megatron_ep.reference import SCALE_BLOCK
@@ -50,7 +50,8 @@ class OneHopDispatchPlan:
     """The plan of a dispatch of the ranks of this process, with new ids or with the layout of a handle."""
 
     def __init__(self, handle: Handle, xs: Tensors, scales: Maybes, weights: Maybes, *, clears_end: bool):
-        group, request = handle.group, _request_of(handle)
+        group, request = handle.group, handle.one_hop
+        assert request is not None
         launches = _launches_of(group)
         self.topk, self.one_hop, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
         self.is_flat = handle.is_flat
@@ -204,11 +205,6 @@ def _launches_of(group: RankGroup) -> LowLatencyRanks:
     group.live_backend()  # raises if the buffer is closed
     assert group.one_hop is not None, "a handle in one hop has a group with these launches"
     return group.one_hop
-
-
-def _request_of(handle: Handle) -> CountRequest:
-    assert handle.one_hop is not None
-    return handle.one_hop
 
 
 def _check(handle: Handle, backend: Backend, stream: int) -> None:
