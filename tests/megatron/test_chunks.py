@@ -211,7 +211,8 @@ def test_delayed_weight_gradients_are_ddps_in_the_same_step(number, fuses):
             grads.append({name: parameter.main_grad.clone() for name, parameter in model.named_parameters()})
         for name, theirs in grads[0].items():
             assert theirs.any()
-            torch.testing.assert_close(grads[1][name], theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+            # In fp32, summed in another order; a gradient that is missing is off by its whole size.
+            torch.testing.assert_close(grads[1][name], theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
         assert not layer.experts.later
     assert "".join(layer.experts.told) == ("E" * number + "W" * number) * 4
 
