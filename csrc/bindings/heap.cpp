@@ -20,35 +20,15 @@ using namespace py::literals;
 namespace ep {
 namespace {
 
-using Address4 = std::tuple<pid_t, int, uint64_t, uint64_t>;
-
-Address4 address_of(const Segment& segment) {
-    const SegmentAddress address = segment.address();
-    return {address.process, address.descriptor, address.device, address.inode};
-}
-
-SegmentAddress address_from(const Address4& address) {
-    const auto [process, descriptor, device, inode] = address;
-    return {process, descriptor, device, inode};
-}
-
-Segment open_segment(const Address4& address, size_t bytes) {
-    return Segment::open(address_from(address), bytes);
-}
-
 void bind_segment(py::module_& m) {
     py::class_<Segment>(m, "Segment", "Memory that holds the symmetric heap of one rank.")
         .def_static("anonymous", &Segment::anonymous, py::arg("bytes"))
         .def_static("shared", &Segment::shared, py::arg("bytes"))
-        .def_static("open", &open_segment, py::arg("address"), py::arg("bytes"))
-        .def("address", &address_of,
+        .def_static("open", &Segment::open, py::arg("address"), py::arg("bytes"))
+        .def("address", &Segment::address,
              "Returns what `open` in another process needs: (process, descriptor, device, inode).")
-        .def(
-            "replace",
-            [](Segment& segment, const Address4& address) {
-                segment.replace(address_from(address));
-            },
-            py::arg("address"), "Maps another segment of the same size in this one's place.")
+        .def("replace", &Segment::replace, py::arg("address"),
+             "Maps another segment of the same size in this one's place.")
         .def("release", &Segment::release, "Unmaps it, after its last use.")
         .def_property_readonly("bytes", &Segment::bytes);
 }

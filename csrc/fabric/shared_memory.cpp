@@ -33,13 +33,12 @@ int unnamed_file() {
 }
 
 int descriptor_of(const SegmentAddress& address, size_t bytes) {
-    const std::string path =
-        "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+    const auto [process, remote, device, inode] = address;
+    const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(remote);
     const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (descriptor < 0) fail(errno, "opening the shared memory of another rank, " + path);
     struct stat file;
-    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device ||
-        file.st_ino != address.inode) {
+    if (fstat(descriptor, &file) != 0 || file.st_dev != device || file.st_ino != inode) {
         close(descriptor);
         throw std::runtime_error(path +
                                  " is not another rank's shared memory: do the ranks of this "

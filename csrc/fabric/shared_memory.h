@@ -4,16 +4,14 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <tuple>
 
 namespace ep {
 
-// How another process of this machine finds a segment. The inode identifies the right file.
-struct SegmentAddress {
-    pid_t process;
-    int descriptor;
-    dev_t device;
-    ino_t inode;
-};
+// How another process of this machine finds a segment: (process, descriptor, device, inode). The
+// inode identifies the right file.
+using SegmentAddress = std::tuple<pid_t, int, uint64_t, uint64_t>;
 
 // Zeroed memory of one process, or shared by processes of a machine. Unmapped when destroyed.
 class Segment {

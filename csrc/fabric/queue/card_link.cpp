@@ -1,23 +1,8 @@
 #include "fabric/queue/card_link.h"
 
 #include <algorithm>
-#include <bit>
 
 namespace ep {
-
-CardQueue queue_in(const verbs::DirectPair::Rings& rings) {
-    CardQueue queue{};
-    queue.entries = rings.entries;
-    queue.doorbell = rings.doorbell;
-    queue.bell = rings.bell;
-    queue.completions = rings.completions;
-    queue.last_entry = rings.entry_count - 1;
-    queue.last_completion = rings.completion_count - 1;
-    queue.completion_bits = static_cast<uint32_t>(std::countr_zero(rings.completion_count));
-    queue.number = rings.number;
-    queue.scratch = {rings.scratch_key, 0};
-    return queue;
-}
 
 void CardLink::stop() {
     for (const auto& [number, region] : regions_) stop(region);

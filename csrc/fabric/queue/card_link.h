@@ -5,13 +5,9 @@
 #include <vector>
 
 #include "fabric/queue/rdma_link.h"
-#include "fabric/queue/send_queue.h"
 #include "fabric/verbs/direct_pair.h"
 
 namespace ep {
-
-// A queue over these rings. The caller fills in its keys and producer.
-CardQueue queue_in(const verbs::DirectPair::Rings& rings);
 
 // A link to a rank where ranks post in a network card's queues directly. This watches the card,
 // because an entry that fails tells its producer only that it is over. What is posted for a region

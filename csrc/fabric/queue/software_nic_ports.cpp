@@ -139,7 +139,7 @@ void SoftwareNic::join(int rank, const std::string& invitations) {
         for (const auto& pair : side.pairs) {
             const auto invited = take_value<Invited>(rest);
             pair->connect(std::string(take_bytes(rest, invited.bytes)));
-            CardQueue card = queue_in(pair->rings());
+            CardQueue card = pair->queue();
             card.data = invited.data;
             card.flags = invited.flags;
             card.source = port->regions_[card_of(cards.size())]->local_key();

@@ -66,18 +66,19 @@ DirectPair::DirectPair(std::shared_ptr<Card> card, uint32_t depth)
     objects.cq = {cq_, &cq};
     if (const int error = card_->mlx5_->init_objects(&objects, Mlx5Objects::kQp | Mlx5Objects::kCq))
         throw std::runtime_error(card_->name() + ": mlx5dv_init_obj: " + std::strerror(error));
-    rings_ = {aligned<SendEntry>(qp.send.memory),
-              qp.send.count,
-              aligned<uint64_t>(qp.doorbell),
-              aligned<uint64_t>(qp.bell.address),
-              aligned<Completion>(cq.memory),
-              cq.count,
-              qp_->number,
-              card_->scratch_mr_->lkey};
+    queue_.entries = aligned<SendEntry>(qp.send.memory);
+    queue_.doorbell = aligned<uint64_t>(qp.doorbell);
+    queue_.bell = aligned<uint64_t>(qp.bell.address);
+    queue_.completions = aligned<Completion>(cq.memory);
+    queue_.last_entry = qp.send.count - 1;
+    queue_.last_completion = cq.count - 1;
+    queue_.completion_bits = static_cast<uint32_t>(std::countr_zero(cq.count));
+    queue_.number = qp_->number;
+    queue_.scratch = {card_->scratch_mr_->lkey, 0};
     const auto fits = [&](uint32_t count, uint32_t bytes) {
         return std::has_single_bit(count) && count >= depth && bytes == sizeof(SendEntry);
     };
-    if (!rings_.entries || !rings_.doorbell || !rings_.bell || !rings_.completions ||
+    if (!queue_.entries || !queue_.doorbell || !queue_.bell || !queue_.completions ||
         !fits(qp.send.count, qp.send.stride) || !fits(cq.count, cq.entry_bytes))
         throw std::runtime_error(card_->name() +
                                  ": its driver keeps queues in another form than mlx5's");
@@ -86,9 +87,9 @@ DirectPair::DirectPair(std::shared_ptr<Card> card, uint32_t depth)
 // The completion of the entry before the one in the doorbell record; null: it is not there yet.
 const Completion* DirectPair::last_completion() const {
     const auto record = std::bit_cast<DoorbellRecord>(
-        std::atomic_ref<uint64_t>(*rings_.doorbell).load(std::memory_order_acquire));
+        std::atomic_ref<uint64_t>(*queue_.doorbell).load(std::memory_order_acquire));
     const auto last = static_cast<uint16_t>(record.send - 1);
-    const Completion& there = rings_.completions[last & (rings_.completion_count - 1)];
+    const Completion& there = queue_.completions[last & queue_.last_completion];
     const uint64_t word = last_word(there);
     if (Completion::kind_of(word) == Completion::kNothingYet) return nullptr;
     return Completion::entry_of(word) == last ? &there : nullptr;
@@ -97,16 +98,16 @@ const Completion* DirectPair::last_completion() const {
 bool DirectPair::is_idle() const {
     if (last_completion()) return true;
     // no completion in the ring's last place: none of entry 2^16 - 1, so nothing was posted
-    const bool begins = !std::atomic_ref<uint64_t>(*rings_.doorbell).load();
-    const uint64_t word = last_word(rings_.completions[rings_.completion_count - 1]);
+    const bool begins = !std::atomic_ref<uint64_t>(*queue_.doorbell).load();
+    const uint64_t word = last_word(queue_.completions[queue_.last_completion]);
     return begins && Completion::kind_of(word) == Completion::kNothingYet;
 }
 
 std::string DirectPair::fault() const {
     const Completion* found = last_completion();
     if (!found || !Completion::is_error(last_word(*found))) return "";
-    for (uint32_t i = 0; i < rings_.completion_count; ++i) {  // find the cause among all errors
-        const Completion& other = rings_.completions[i];
+    for (uint32_t i = 0; i <= queue_.last_completion; ++i) {  // find the cause among all errors
+        const Completion& other = queue_.completions[i];
         if (Completion::is_error(last_word(other)) && other.syndrome != kMlx5Flushed)
             found = &other;
     }

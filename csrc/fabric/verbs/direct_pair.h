@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fabric/queue/entry.h"
+#include "fabric/queue/send_queue.h"
 #include "fabric/verbs/queue_pair.h"
 
 namespace ep::verbs {
@@ -17,17 +17,8 @@ class DirectPair : public QueuePair {
     // card: a direct one. depth: most entries in flight. Throws std::runtime_error with what fails.
     DirectPair(std::shared_ptr<Card> card, uint32_t depth);
 
-    struct Rings {
-        SendEntry* entries;
-        uint32_t entry_count;  // a power of two, like the other count
-        uint64_t* doorbell;    // DoorbellRecord
-        uint64_t* bell;
-        Completion* completions;
-        uint32_t completion_count;
-        uint32_t number;       // 24 bits
-        uint32_t scratch_key;  // of eight bytes at 0, where additions leave the old value
-    };
-    const Rings& rings() const { return rings_; }
+    // A queue over its rings. Who posts there fills in the keys and the producer.
+    const CardQueue& queue() const { return queue_; }
 
     // Whether all that was posted is over.
     bool is_idle() const;
@@ -41,7 +32,7 @@ class DirectPair : public QueuePair {
   private:
     const Completion* last_completion() const;
 
-    Rings rings_;
+    CardQueue queue_{};
     std::vector<std::shared_ptr<const void>> kept_;  // destroyed before the rings
 };
 

@@ -103,7 +103,7 @@ void GpuCardMapper::upload(const std::vector<CardQueue>& cards) {
 
 void try_card(const std::shared_ptr<verbs::Card>& card, int device) {
     verbs::DirectPair pair(card, SoftwareNic::kDepth);
-    CardQueue queue = queue_in(pair.rings());
+    CardQueue queue = pair.queue();
     GpuCardMapper(device, 1).reach(pair, queue);
 }
 
