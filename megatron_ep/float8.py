@@ -116,7 +116,7 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     hidden = values.shape[-1]
-    addresses = {"values": values.data_ptr(), "scales": scales.data_ptr(), "out": out.data_ptr()}
+    addresses = {"values": values.data_ptr(), "scales": scales.data_ptr(), "reals": out.data_ptr()}
     with torch.cuda.device(values.device):
         stream = torch.cuda.current_stream().cuda_stream
         _C.dequantize_cuda(
@@ -127,7 +127,7 @@ def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Te
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), dtype=torch.float32, device=x.device)
-    addresses = {"x": x.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
+    addresses = {"reals": x.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream().cuda_stream
         _C.quantize_cuda(rows=x.shape[0], hidden=x.shape[1], dtype=DTYPES[x.dtype], stream=stream, **addresses)

@@ -8,7 +8,6 @@
 #include "bindings/module.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
-#include "fabric/cuda/probe.h"
 #include "launch/cuda/quantize.h"
 
 namespace py = pybind11;
@@ -58,6 +57,21 @@ std::unique_ptr<LowLatencyLauncher> p2p_low_latency(RankLauncher& launcher,
     return std::make_unique<CudaLowLatencyLauncher<P2pFabricParams>>(
         launcher_of<P2pFabricParams>(launcher), heap, fabric_over(heap.topology, memories),
         data_of(memories, launcher.ranks()), blocks);
+}
+
+void bind_conversion(py::module_& m, const char* name,
+                     void (*convert)(const QuantizeArgs&, void*)) {
+    m.def(
+        name,
+        [convert](int64_t rows, int hidden, int dtype, uintptr_t reals, uintptr_t values,
+                  uintptr_t scales, uintptr_t stream) {
+            convert({rows, hidden, static_cast<DType>(dtype), as<void*>(reals),
+                     as<uint8_t*>(values), as<float*>(scales)},
+                    as<void*>(stream));
+        },
+        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("reals"),
+        py::arg("values"), py::arg("scales"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -110,29 +124,8 @@ void bind_cuda(py::module_& m) {
     m.def("has_native_atomics", &has_native_atomics, py::arg("device"), py::arg("peer"),
           "Returns whether kernels on `device` have native atomics on the memory of `peer`.");
 
-    m.def(
-        "quantize_cuda",
-        [](int64_t rows, int hidden, int dtype, uintptr_t x, uintptr_t values, uintptr_t scales,
-           uintptr_t stream) {
-            quantize_cuda({rows, hidden, static_cast<DType>(dtype), as<void*>(x),
-                           as<uint8_t*>(values), as<float*>(scales)},
-                          as<void*>(stream));
-        },
-        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("x"),
-        py::arg("values"), py::arg("scales"), py::arg("stream"),
-        py::call_guard<py::gil_scoped_release>());
-
-    m.def(
-        "dequantize_cuda",
-        [](int64_t rows, int hidden, int dtype, uintptr_t values, uintptr_t scales, uintptr_t out,
-           uintptr_t stream) {
-            dequantize_cuda({rows, hidden, static_cast<DType>(dtype), as<uint8_t*>(values),
-                             as<float*>(scales), as<void*>(out)},
-                            as<void*>(stream));
-        },
-        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("values"),
-        py::arg("scales"), py::arg("out"), py::arg("stream"),
-        py::call_guard<py::gil_scoped_release>());
+    bind_conversion(m, "quantize_cuda", quantize_cuda);
+    bind_conversion(m, "dequantize_cuda", dequantize_cuda);
 }
 
 }  // namespace ep

@@ -42,18 +42,6 @@ void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& co
     check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-template <class Storage>
-void launch(const RouterConfig& config, const RouterForward& args, cudaStream_t stream) {
-    launch_rows(router_forward<Storage>, config, args, forward_bytes<Real<Storage>>(config),
-                stream);
-}
-
-template <class Storage>
-void launch(const RouterConfig& config, const RouterBackward& args, cudaStream_t stream) {
-    launch_rows(router_backward<Storage>, config, args, backward_bytes<Real<Storage>>(config),
-                stream);
-}
-
 }  // namespace
 }  // namespace router
 
@@ -62,13 +50,21 @@ void router_forward_cuda(const RouterConfig& config, const RouterForward& args,
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     check_cuda(cudaMemsetAsync(args.tokens_per_expert, 0, config.experts * sizeof(int64_t), stream),
                "cudaMemsetAsync");
-    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
+    with_type(args.dtype, [&]<class T>() {
+        using Scratch = router::ForwardScratch<router::Real<T>>;
+        router::launch_rows(router::router_forward<T>, config, args,
+                            router::scratch_bytes<Scratch>(config), stream);
+    });
 }
 
 void router_backward_cuda(const RouterConfig& config, const RouterBackward& args,
                           void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
+    with_type(args.dtype, [&]<class T>() {
+        using Scratch = router::BackwardScratch<router::Real<T>>;
+        router::launch_rows(router::router_backward<T>, config, args,
+                            router::scratch_bytes<Scratch>(config), stream);
+    });
 }
 
 }  // namespace ep

@@ -63,12 +63,10 @@ void in_parallel(int64_t rows, int experts, int threads, F f) {
 template <class Storage>
 void forward_rows_of(const RouterConfig& config, const RouterForward& args, int64_t first,
                      int64_t last) {
-    using R = Real<Storage>;
-    std::vector<R> scores(config.experts), weights(kMaxTopk);
-    std::vector<Key<R>> keys(config.experts), group_keys(config.groups);
-    std::vector<int32_t> ids(kMaxTopk);
-    const ForwardScratch<R> scratch{scores.data(), keys.data(), group_keys.data(), weights.data(),
-                                    ids.data()};
+    using Scratch = ForwardScratch<Real<Storage>>;
+    std::vector<unsigned char> memory(scratch_bytes<Scratch>(config));
+    ScratchArrays arrays(memory.data());
+    const Scratch scratch = Scratch::in(arrays, config);
     HostTeam team;
     for (int64_t row = first; row < last; ++row)
         forward_row<Storage>(team, config, args, row, scratch);
@@ -90,12 +88,10 @@ void fetch_choices(const RouterConfig& config, const RouterBackward& args, int64
 template <class Storage>
 void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first,
                       int64_t last) {
-    using R = Real<Storage>;
-    std::vector<R> scores(config.experts), grads(config.experts), choice_scores(kMaxTopk),
-        choice_grads(kMaxTopk);
-    std::vector<int32_t> ids(kMaxTopk);
-    const BackwardScratch<R> scratch{scores.data(), grads.data(), choice_scores.data(),
-                                     choice_grads.data(), ids.data()};
+    using Scratch = BackwardScratch<Real<Storage>>;
+    std::vector<unsigned char> memory(scratch_bytes<Scratch>(config));
+    ScratchArrays arrays(memory.data());
+    const Scratch scratch = Scratch::in(arrays, config);
     HostTeam team;
     constexpr int kAhead = 4;  // rows
     for (int64_t row = first; row < last; ++row) {

@@ -13,72 +13,35 @@ namespace ep::router {
 constexpr int kMaxWarps = 4;  // per block
 constexpr int kMaxThreads = 32 * kMaxWarps;
 
-// Divides a warp's part of shared memory into the arrays of a row's scratch. All element types have
-// 4 or 8 bytes, so taking the wide ones first keeps every array aligned.
-class ScratchArrays {
-  public:
-    __device__ explicit ScratchArrays(unsigned char* memory) : memory_(memory) {}
+// One warp per row. bytes_per_warp: of shared memory, see scratch_bytes.
 
-    template <class T>
-    __device__ T* take(int count) {
-        T* const array = reinterpret_cast<T*>(memory_);
-        memory_ += count * sizeof(T);
-        return array;
-    }
-
-  private:
-    unsigned char* memory_;
-};
-
-// One warp per row. bytes_per_warp: of shared memory, see `forward_bytes` and `backward_bytes`.
+__device__ __forceinline__ int64_t row_of_warp() {
+    return int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+}
+template <class Scratch>
+__device__ __forceinline__ Scratch scratch_of_warp(const RouterConfig& config, int bytes_per_warp) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    ScratchArrays arrays(memory + threadIdx.y * bytes_per_warp);
+    return Scratch::in(arrays, config);
+}
 
 template <class Storage>
 __global__ void __launch_bounds__(kMaxThreads)
     router_forward(const RouterConfig config, const RouterForward args, const int bytes_per_warp) {
-    using R = Real<Storage>;
-    extern __shared__ __align__(16) unsigned char memory[];
-    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    if (row >= args.tokens) return;
-    ScratchArrays arrays(memory + threadIdx.y * bytes_per_warp);
-    ForwardScratch<R> scratch;
-    scratch.score = arrays.take<R>(config.experts);
-    scratch.key = arrays.take<Key<R>>(config.experts);
-    scratch.group_key = arrays.take<Key<R>>(config.groups);
-    scratch.weight = arrays.take<R>(kMaxTopk);
-    scratch.id = arrays.take<int32_t>(kMaxTopk);
+    if (row_of_warp() >= args.tokens) return;
     WarpTeam team{static_cast<int>(threadIdx.x)};
-    forward_row<Storage>(team, config, args, row, scratch);
-}
-
-template <class R>
-size_t forward_bytes(const RouterConfig& config) {
-    const size_t wide = 2 * size_t(config.experts) + config.groups + kMaxTopk;  // reals and keys
-    return align_up(wide * sizeof(R) + kMaxTopk * sizeof(int32_t), 16);
+    forward_row<Storage>(team, config, args, row_of_warp(),
+                         scratch_of_warp<ForwardScratch<Real<Storage>>>(config, bytes_per_warp));
 }
 
 template <class Storage>
 __global__ void __launch_bounds__(kMaxThreads)
     router_backward(const RouterConfig config, const RouterBackward args,
                     const int bytes_per_warp) {
-    using R = Real<Storage>;
-    extern __shared__ __align__(16) unsigned char memory[];
-    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    if (row >= args.tokens) return;
-    ScratchArrays arrays(memory + threadIdx.y * bytes_per_warp);
-    BackwardScratch<R> scratch;
-    scratch.score = arrays.take<R>(config.experts);
-    scratch.grad = arrays.take<R>(config.experts);
-    scratch.choice_score = arrays.take<R>(kMaxTopk);
-    scratch.choice_grad = arrays.take<R>(kMaxTopk);
-    scratch.id = arrays.take<int32_t>(kMaxTopk);
+    if (row_of_warp() >= args.tokens) return;
     WarpTeam team{static_cast<int>(threadIdx.x)};
-    backward_row<Storage>(team, config, args, row, scratch);
-}
-
-template <class R>
-size_t backward_bytes(const RouterConfig& config) {
-    const size_t wide = 2 * size_t(config.experts) + 2 * kMaxTopk;  // reals
-    return align_up(wide * sizeof(R) + kMaxTopk * sizeof(int32_t), 16);
+    backward_row<Storage>(team, config, args, row_of_warp(),
+                          scratch_of_warp<BackwardScratch<Real<Storage>>>(config, bytes_per_warp));
 }
 
 }  // namespace ep::router

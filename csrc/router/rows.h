@@ -50,6 +50,24 @@ EP_FN void score_experts(Team& team, const RouterConfig& config, const Storage* 
     }
 }
 
+// Divides memory into arrays. All element types have 4 or 8 bytes, so taking the wide ones first
+// keeps every array aligned.
+class ScratchArrays {
+  public:
+    EP_HD explicit ScratchArrays(unsigned char* memory) : memory_(memory), next_(memory) {}
+
+    template <class T>
+    EP_HD T* take(int count) {
+        T* const array = reinterpret_cast<T*>(next_);
+        next_ += count * sizeof(T);
+        return array;
+    }
+    EP_HD size_t bytes() const { return next_ - memory_; }
+
+  private:
+    unsigned char *memory_, *next_;
+};
+
 // A team's memory for one row.
 template <class R>
 struct ForwardScratch {
@@ -58,7 +76,21 @@ struct ForwardScratch {
     Key<R>* group_key;  // [groups]
     R* weight;          // [kMaxTopk]
     int32_t* id;        // [kMaxTopk]
+
+    static EP_HD ForwardScratch in(ScratchArrays& arrays, const RouterConfig& config) {
+        return {arrays.take<R>(config.experts), arrays.take<Key<R>>(config.experts),
+                arrays.take<Key<R>>(config.groups), arrays.take<R>(kMaxTopk),
+                arrays.take<int32_t>(kMaxTopk)};
+    }
 };
+
+// Bytes of a team's ForwardScratch or BackwardScratch.
+template <class Scratch>
+size_t scratch_bytes(const RouterConfig& config) {
+    ScratchArrays arrays(nullptr);
+    Scratch::in(arrays, config);
+    return align_up(arrays.bytes(), 16);
+}
 
 // Excludes the experts of all but the best groups. A group's score is the sum of its topk /
 // group_topk best.
@@ -224,6 +256,11 @@ struct BackwardScratch {
     R* choice_score;  // [kMaxTopk]
     R* choice_grad;   // [kMaxTopk] dL/d(choice's score), or dL/d(choice's logit) for PostSoftmax
     int32_t* id;      // [kMaxTopk]
+
+    static EP_HD BackwardScratch in(ScratchArrays& arrays, const RouterConfig& config) {
+        return {arrays.take<R>(config.experts), arrays.take<R>(config.experts),
+                arrays.take<R>(kMaxTopk), arrays.take<R>(kMaxTopk), arrays.take<int32_t>(kMaxTopk)};
+    }
 };
 
 // y = softmax(x): turns dL/dy into dL/dx.

@@ -77,8 +77,8 @@ template <class Floats>
 EP_INLINE Floats times(Floats values, NoWeights, int) {
     return values;
 }
-template <class Floats>
-EP_INLINE Floats times(Floats values, const float* weights, int row) {
+template <class Floats, class Weight>
+EP_INLINE Floats times(Floats values, const Weight* weights, int row) {
     return values * weights[row];
 }
 
@@ -136,81 +136,57 @@ void sum_16_bit(T* dst, const T* const* rows, Weights weights, int num_rows, siz
                                                                        count);
 }
 
-template <class T>
-EP_INLINE void sum_wide(T* __restrict dst, const T* const* rows, int num_rows, size_t count) {
-    for (size_t first = 0; first < count; first += kBlock) {
-        const size_t size = std::min(kBlock, count - first);
-        T* __restrict out = dst + first;
-        for (size_t i = 0; i < size; ++i) out[i] = rows[0][first + i] + rows[1][first + i];
-        for (int row = 2; row < num_rows; ++row) {
-            const T* __restrict in = rows[row] + first;
-            for (size_t i = 0; i < size; ++i) out[i] += in[i];
-        }
-    }
-}
-
-template <class T>
-EP_INLINE void weighted_sum_wide(T* __restrict dst, const T* const* rows, const T* weights,
+template <class T, class Weights>
+EP_WIDE EP_UNFUSED void sum_wide(T* __restrict dst, const T* const* rows, Weights weights,
                                  int num_rows, size_t count) {
     for (size_t first = 0; first < count; first += kBlock) {
         const size_t size = std::min(kBlock, count - first);
         T* __restrict out = dst + first;
-        for (int row = 0; row < num_rows; ++row) {
+        const T* __restrict zeroth = rows[0] + first;
+        if (num_rows == 1) {
+            for (size_t i = 0; i < size; ++i) out[i] = times(zeroth[i], weights, 0);
+            continue;
+        }
+        const T* __restrict next = rows[1] + first;
+        for (size_t i = 0; i < size; ++i)
+            out[i] = times(zeroth[i], weights, 0) + times(next[i], weights, 1);
+        for (int row = 2; row < num_rows; ++row) {
             const T* __restrict in = rows[row] + first;
-            const T weight = weights[row];
-            if (row == 0) {
-                for (size_t i = 0; i < size; ++i) out[i] = in[i] * weight;
-            } else {
-                for (size_t i = 0; i < size; ++i) out[i] += in[i] * weight;
-            }
+            for (size_t i = 0; i < size; ++i) out[i] += times(in[i], weights, row);
         }
     }
 }
 
-template <class T>
-bool sum_few(T* dst, const T* const* rows, int num_rows, size_t count) {
-    if (num_rows == 0) std::memset(dst, 0, count * sizeof(T));
-    if (num_rows == 1) std::memcpy(dst, rows[0], count * sizeof(T));
-    return num_rows < 2;
-}
-
-template <class T>
-bool sum_none(T* dst, int num_rows, size_t count) {
-    if (num_rows == 0) std::memset(dst, 0, count * sizeof(T));
-    return num_rows == 0;
+template <class T, class Weights>
+void sum_any(T* dst, const T* const* rows, Weights weights, int num_rows, size_t count) {
+    if (num_rows == 0) {
+        std::memset(dst, 0, count * sizeof(T));
+    } else if constexpr (sizeof(T) == 2) {
+        sum_16_bit(dst, rows, weights, num_rows, count);
+    } else {
+        sum_wide(dst, rows, weights, num_rows, count);
+    }
 }
 
 }  // namespace
 
-void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_16_bit(dst, rows, NoWeights{}, num_rows, count);
+template <class T>
+void sum_rows(T* dst, const T* const* rows, int num_rows, size_t count) {
+    if (num_rows == 1) return void(std::memcpy(dst, rows[0], count * sizeof(T)));
+    sum_any(dst, rows, NoWeights{}, num_rows, count);
 }
-void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_16_bit(dst, rows, NoWeights{}, num_rows, count);
-}
-EP_WIDE void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
-}
-EP_WIDE void sum_rows(double* dst, const double* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
-}
-
-void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights,
-                       int num_rows, size_t count) {
-    if (!sum_none(dst, num_rows, count)) sum_16_bit(dst, rows, weights, num_rows, count);
-}
-void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows,
+template <class T>
+void weighted_sum_rows(T* dst, const T* const* rows, const Accumulator<T>* weights, int num_rows,
                        size_t count) {
-    if (!sum_none(dst, num_rows, count)) sum_16_bit(dst, rows, weights, num_rows, count);
+    sum_any(dst, rows, weights, num_rows, count);
 }
-EP_WIDE EP_UNFUSED void weighted_sum_rows(float* dst, const float* const* rows,
-                                          const float* weights, int num_rows, size_t count) {
-    if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
-}
-EP_WIDE EP_UNFUSED void weighted_sum_rows(double* dst, const double* const* rows,
-                                          const double* weights, int num_rows, size_t count) {
-    if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
-}
+#define EP_SUMS(T)                                            \
+    template void sum_rows(T*, const T* const*, int, size_t); \
+    template void weighted_sum_rows(T*, const T* const*, const Accumulator<T>*, int, size_t);
+EP_SUMS(BFloat16)
+EP_SUMS(Float16)
+EP_SUMS(float)
+EP_SUMS(double)
 
 void copy_streaming(void* dst, const void* src, size_t bytes) {
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)

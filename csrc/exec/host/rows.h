@@ -16,20 +16,13 @@ void copy_streaming(void* dst, const void* src, size_t bytes);
 void finish_streaming();
 
 // dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); 0 without rows.
-void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count);
-void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count);
-void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count);
-void sum_rows(double* dst, const double* const* rows, int num_rows, size_t count);
+template <class T>
+void sum_rows(T* dst, const T* const* rows, int num_rows, size_t count);
 
 // dst[i] = weights[0] * rows[0][i] + weights[1] * rows[1][i] + ..., each product rounded before it
 // is added.
-void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights,
-                       int num_rows, size_t count);
-void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows,
-                       size_t count);
-void weighted_sum_rows(float* dst, const float* const* rows, const float* weights, int num_rows,
-                       size_t count);
-void weighted_sum_rows(double* dst, const double* const* rows, const double* weights, int num_rows,
+template <class T>
+void weighted_sum_rows(T* dst, const T* const* rows, const Accumulator<T>* weights, int num_rows,
                        size_t count);
 
 // Rounds to nearest even; larger numbers become 448.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -72,5 +73,11 @@ class DeviceMemory {
     char* data_;
     size_t bytes_;
 };
+
+// Show whether kernels reach the memory of a peer: the first adds one to its first 8 bytes, by a
+// kernel's system-wide atomic on the GPU that mapped them, and waits for it; the second returns
+// them. Throw std::runtime_error if the GPU cannot.
+void add_one(const DeviceMemory& memory);
+uint64_t first_word(const DeviceMemory& memory);
 
 }  // namespace ep

@@ -1,5 +1,5 @@
 #include "core/cuda/runtime.h"
-#include "fabric/cuda/probe.h"
+#include "fabric/cuda/device_memory.h"
 
 namespace ep {
 namespace {

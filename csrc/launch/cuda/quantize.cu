@@ -9,44 +9,40 @@
 namespace ep {
 namespace {
 
-// Launches wide_kernel if hidden and alignment allow wide accesses, else `kernel`.
-template <class T, class Args, class Kernel>
-void launch(const Args& args, const void* reals, const uint8_t* values, Kernel wide_kernel,
-            Kernel kernel, cudaStream_t stream) {
+// Launches kernel.operator()<T, kWide>(): wide if hidden and alignment allow wide accesses.
+template <class Kernel>
+void launch(const QuantizeArgs& args, void* stream, Kernel&& kernel) {
     const int blocks_per_row = (args.hidden + kScaleBlock - 1) / kScaleBlock;
     const int64_t blocks =
         (args.rows * blocks_per_row + kQuantizeThreads / 32 - 1) / (kQuantizeThreads / 32);
-    if (blocks == 0) return;
-    const bool wide = args.hidden % kQuantizeElements == 0 &&
-                      reinterpret_cast<uintptr_t>(reals) % (sizeof(T) * kQuantizeElements) == 0 &&
-                      reinterpret_cast<uintptr_t>(values) % kQuantizeElements == 0;
-    const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 16));
-    (wide ? wide_kernel : kernel)<<<grid, kQuantizeThreads, 0, stream>>>(args, blocks_per_row);
-    check_cuda(cudaGetLastError(), "kernel launch");
+    const auto is_aligned = [](const void* address, size_t element) {
+        return reinterpret_cast<uintptr_t>(address) % (element * kQuantizeElements) == 0;
+    };
+    with_type(args.dtype, [&]<class T>() {
+        if constexpr (!std::is_same_v<T, double>) {
+            if (blocks == 0) return;
+            const bool wide = args.hidden % kQuantizeElements == 0 &&
+                              is_aligned(args.reals, sizeof(T)) && is_aligned(args.values, 1);
+            const auto chosen = wide ? kernel.template operator()<T, true>()
+                                     : kernel.template operator()<T, false>();
+            const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 16));
+            chosen<<<grid, kQuantizeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+                args, blocks_per_row);
+            check_cuda(cudaGetLastError(), "kernel launch");
+        } else {
+            throw std::invalid_argument("dtype is float64, must be bfloat16, float16 or float32");
+        }
+    });
 }
 
 }  // namespace
 
 void quantize_cuda(const QuantizeArgs& args, void* stream) {
-    with_type(args.dtype, [&]<class T>() {
-        if constexpr (!std::is_same_v<T, double>) {
-            launch<T>(args, args.x, args.values, quantize_kernel<T, true>,
-                      quantize_kernel<T, false>, static_cast<cudaStream_t>(stream));
-        } else {
-            throw std::invalid_argument("x is float64, must be bfloat16, float16 or float32");
-        }
-    });
+    launch(args, stream, []<class T, bool kWide>() { return &quantize_kernel<T, kWide>; });
 }
 
-void dequantize_cuda(const DequantizeArgs& args, void* stream) {
-    with_type(args.dtype, [&]<class T>() {
-        if constexpr (!std::is_same_v<T, double>) {
-            launch<T>(args, args.out, args.values, dequantize_kernel<T, true>,
-                      dequantize_kernel<T, false>, static_cast<cudaStream_t>(stream));
-        } else {
-            throw std::invalid_argument("dtype is float64, must be bfloat16, float16 or float32");
-        }
-    });
+void dequantize_cuda(const QuantizeArgs& args, void* stream) {
+    launch(args, stream, []<class T, bool kWide>() { return &dequantize_kernel<T, kWide>; });
 }
 
 }  // namespace ep

@@ -6,28 +6,19 @@
 
 namespace ep {
 
-// Arguments for converting rows to fp8, by the rules of core/float8.h.
+// Arguments for converting rows to fp8, by the rules of core/float8.h, and back: reals = values *
+// scale, computed in fp32 and rounded once.
 struct QuantizeArgs {
     int64_t rows;
     int hidden;
     DType dtype;      // bf16, fp16 or fp32
-    const void* x;    // [rows, hidden]
-    uint8_t* values;  // [rows, hidden], e4m3: x / scale
+    void* reals;      // [rows, hidden]
+    uint8_t* values;  // [rows, hidden], e4m3: reals / scale
     float* scales;    // [rows, ceil(hidden / 128)]
-};
-
-// Arguments for converting rows back: out = values * scale, computed in fp32 and rounded once.
-struct DequantizeArgs {
-    int64_t rows;
-    int hidden;
-    DType dtype;            // bf16, fp16 or fp32
-    const uint8_t* values;  // [rows, hidden], e4m3
-    const float* scales;    // [rows, ceil(hidden / 128)]
-    void* out;              // [rows, hidden]
 };
 
 // Enqueue on a stream of the current device. Throw std::runtime_error if the launch fails.
 void quantize_cuda(const QuantizeArgs& args, void* stream);
-void dequantize_cuda(const DequantizeArgs& args, void* stream);
+void dequantize_cuda(const QuantizeArgs& args, void* stream);
 
 }  // namespace ep

@@ -65,7 +65,7 @@ template <class T, bool wide>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
     for_own_blocks(args.rows, args.hidden, blocks_per_row, [&](int64_t i, int64_t first, int left) {
-        const Quad<T> in = load_own<wide>(static_cast<const T*>(args.x) + first, left);
+        const Quad<T> in = load_own<wide>(static_cast<const T*>(args.reals) + first, left);
         float largest = 0;
 #pragma unroll
         for (int e = 0; e < kQuantizeElements; ++e)
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 
 template <class T, bool wide>
 __global__ void __launch_bounds__(kQuantizeThreads)
-    dequantize_kernel(const DequantizeArgs args, int blocks_per_row) {
+    dequantize_kernel(const QuantizeArgs args, int blocks_per_row) {
     for_own_blocks(args.rows, args.hidden, blocks_per_row, [&](int64_t i, int64_t first, int left) {
         const float scale = args.scales[i];
         const auto in = std::bit_cast<uint32_t>(load_own<wide>(args.values + first, left));
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
             const auto half = static_cast<uint16_t>(halves[e / 2] >> 16 * (e % 2));
             rows::narrow(__fmul_rn(ptx::widen_fp16(half), scale), out.values[e]);
         }
-        store_own<wide>(static_cast<T*>(args.out) + first, left, out);
+        store_own<wide>(static_cast<T*>(args.reals) + first, left, out);
     });
 }
 

@@ -6,8 +6,8 @@ namespace ep {
 
 template __global__ void quantize_kernel<BFloat16, true>(const QuantizeArgs, int);
 template __global__ void quantize_kernel<Float16, false>(const QuantizeArgs, int);
-template __global__ void dequantize_kernel<BFloat16, true>(const DequantizeArgs, int);
-template __global__ void dequantize_kernel<Float16, false>(const DequantizeArgs, int);
+template __global__ void dequantize_kernel<BFloat16, true>(const QuantizeArgs, int);
+template __global__ void dequantize_kernel<Float16, false>(const QuantizeArgs, int);
 
 namespace router {
 
