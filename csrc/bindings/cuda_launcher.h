@@ -1,12 +1,11 @@
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <utility>
 
 #include "bindings/launcher.h"
 #include "core/cuda/deferred_release.h"
-#include "core/notify_args.h"
+#include "launch/channel_roles.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/low_latency.h"
 
@@ -25,41 +24,40 @@ class CudaLauncher : public RankLauncher {
     CudaLauncher(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
                  const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
                  int num_sms, double timeout)
-        : group_(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout) {}
+        : RankLauncher(heap, ranks),
+          group_(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout) {}
 
     Counted launch(Phase phase, AllArgs args, void* stream) override {
-        const auto lock = exclusive_call_.enter();
+        const auto lock = enter();
         if (phase == Phase::Combine) {
             auto& all = std::get<std::vector<CombineArgs>>(args);
-            number(all, ++call_);
+            ++call_;
+            number(all);
             group_.combine(all, dtype_of(all), stream);
             return {};
         }
         auto& all = std::get<std::vector<DispatchCallArgs>>(args);
-        if (phase == Phase::Notify) return {wait_for_counts(all, {}, stream)};
+        if (phase == Phase::Notify) return {group_.notify_and_wait(all, false, stream, idle())};
         if (phase == Phase::SpeculativeDispatch && all.size() > 1)
             throw std::invalid_argument(
                 "a dispatch ahead is for one rank: each of several would "
                 "decide for itself");
         if (phase != Phase::DispatchRetry) ++call_;
-        number(all, call_);
+        number(all);
         if (phase == Phase::DispatchWithoutWait) {
             group_.dispatch_without_wait(all, stream);
             return {};
         }
-        const std::vector<DispatchArgs> dispatches(all.begin(), all.end());
         if (phase == Phase::SpeculativeDispatch) {
-            auto totals = wait_for_counts(all, dispatches, stream);
+            auto totals = group_.notify_and_wait(all, true, stream, idle());
             const bool fits = totals.empty() || all.front().fits(totals.front());
             return {std::move(totals), fits};
         }
-        group_.dispatch(dispatches, stream);
+        group_.dispatch({all.begin(), all.end()}, stream);
         return {};
     }
 
-    const Heap& heap() const override { return group_.heap(); }
-    const std::vector<int>& ranks() const override { return group_.ranks(); }
-    CudaGroup<FabricParams>& group() { return group_; }
+    CudaGroup<FabricParams>& group() override { return group_; }
     // Returns what is to be called during a wait of the host.
     auto idle() {
         return [this] {
@@ -71,56 +69,14 @@ class CudaLauncher : public RankLauncher {
             if (!watch.is_none()) watch();
         };
     }
-    uint64_t aborted() const override { return group_.aborted(); }
-    const ControlBlock& report(size_t index) const override { return group_.report(index); }
-    void show_ranks(const std::function<void(int, const ControlBlock&)>& show) override {
-        std::vector<ControlBlock> blocks;
-        {
-            const pybind11::gil_scoped_release release;
-            blocks = group_.control_blocks();
-        }
-        for (size_t i = 0; i < blocks.size(); ++i)
-            show(group_.first_in_reach() + static_cast<int>(i), blocks[i]);
-    }
-    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override {
-        return group_.waited(index);
-    }
-    void abort(Outcome outcome, const std::string& reason) override {
-        group_.abort(outcome, reason);
-    }
-    std::vector<int64_t> count_times() const override {
-        std::vector<int64_t> ns;
-        for (const auto& time : group_.count_times())
-            ns.push_back(time.time_since_epoch() / std::chrono::nanoseconds(1));
-        return ns;
-    }
-    void listen() override { group_.listen(); }
-    void drain() override { group_.drain(); }
-    void note_capture(void* stream) override { group_.note_capture(stream); }
-    int graphs() const override { return group_.graphs(); }
-    bool orders_graphs() const override { return group_.orders_graphs(); }
-    void retire() override { group_.retire(); }
     void reset() override {
-        const auto lock = exclusive_call_.enter();
+        const auto lock = enter();
         group_.reset();
         call_ = 0;
     }
 
   private:
-    template <class Args>
-    static void number(std::vector<Args>& args, uint64_t call) {
-        for (Args& a : args) a.call = call;
-    }
-
-    std::vector<Layout::Totals> wait_for_counts(const std::vector<DispatchCallArgs>& args,
-                                                const std::vector<DispatchArgs>& ahead,
-                                                void* stream) {
-        return group_.notify_and_wait(notify_args(args), stream, idle(), ahead);
-    }
-
     CudaGroup<FabricParams> group_;
-    ExclusiveCall exclusive_call_;
-    uint64_t call_ = 0;
 };
 
 template <class FabricParams>
@@ -129,13 +85,14 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
     CudaLowLatencyLauncher(CudaLauncher<FabricParams>& launcher, const LowLatencyHeap& heap,
                            const FabricParams& fabric, const std::vector<char*>& own_heaps,
                            int blocks)
-        : launcher_(launcher), ranks_(launcher.group(), heap, fabric, own_heaps, blocks) {}
+        : LowLatencyLauncher(heap, launcher.ranks(), blocks * kBlockWarps),
+          launcher_(launcher),
+          ranks_(launcher.group(), heap, fabric, own_heaps, blocks) {}
 
     Counted launch(Phase phase, AllArgs args, void* stream) override {
         const LowLatencyLaunches launches = halves(phase);
         if (auto* dispatches = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
-            const bool waits =
-                dispatches->front().host_waits && launches != LowLatencyLaunches::Send;
+            const bool waits = dispatches->front().host_waits && receives(launches);
             if (waits) launcher_.group().request_reports(*dispatches);
             ranks_.dispatch(launches, *dispatches, stream);
             if (!waits) return {};
@@ -145,9 +102,6 @@ class CudaLowLatencyLauncher : public LowLatencyLauncher {
         ranks_.combine(launches, combines, dtype_of(combines), stream);
         return {};
     }
-    const LowLatencyHeap& heap() const override { return ranks_.heap(); }
-    const std::vector<int>& ranks() const override { return ranks_.ranks(); }
-    int warps() const override { return ranks_.warps(); }
     void reset() override { ranks_.reset(); }
 
   private:

@@ -42,14 +42,16 @@ class HostLauncher : public RankLauncher {
   public:
     HostLauncher(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
                  const Schedule& schedule, double timeout, SoftwareNic* nic)
-        : group_(heap, std::move(ranks), data_of(segments), schedule,
+        : RankLauncher(heap, ranks),
+          group_(heap, std::move(ranks), data_of(segments), schedule,
                  std::chrono::duration<double>(timeout), nic) {}
 
     // A fused dispatch is a notify and a dispatch here, so it has totals, too.
     Counted launch(Phase phase, AllArgs args, void*) override {
-        const auto lock = exclusive_call_.enter();
+        const auto lock = enter();
         if (phase == Phase::Combine) {
             auto& all = std::get<std::vector<CombineArgs>>(args);
+            ++call_;
             number(all);
             timed(
                 [&](const auto& interrupted) { group_.combine(all, dtype_of(all), interrupted); });
@@ -62,8 +64,9 @@ class HostLauncher : public RankLauncher {
             const Layout::Totals& first = counted.totals.front();
             counted.fits = phase == Phase::SpeculativeDispatch && all.front().fits(first);
             const bool goes_on = counted.fits || phase == Phase::DispatchWithoutWait;
-            if (!goes_on || is_refused(counted.totals) || aborted()) return counted;
+            if (!goes_on || is_refused(counted.totals) || group_.aborted()) return counted;
         }
+        ++call_;
         number(all);
         timed([&](const auto& interrupted) {
             group_.dispatch({all.begin(), all.end()}, interrupted);
@@ -73,51 +76,19 @@ class HostLauncher : public RankLauncher {
     // Runs a launch of the low-latency mode, which shares the group's threads.
     template <class F>
     void launch_alone(F&& f) {
-        const auto lock = exclusive_call_.enter();
+        const auto lock = enter();
         timed(f);
     }
 
-    const Heap& heap() const override { return group_.heap(); }
-    const std::vector<int>& ranks() const override { return group_.ranks(); }
-    HostGroup& group() { return group_; }
-    uint64_t aborted() const override {
-        for (size_t i = 0; i < ranks().size(); ++i) {
-            const uint64_t word = group_.state(i).abort_word().load(std::memory_order_acquire);
-            if (word) return word;
-        }
-        return 0;
-    }
-    const ControlBlock& report(size_t index) const override { return *group_.state(index).control; }
-    void show_ranks(const std::function<void(int, const ControlBlock&)>& show) override {
-        const auto& blocks = group_.state(0).everyone;
-        for (size_t rank = 0; rank < blocks.size(); ++rank)
-            show(static_cast<int>(rank), *blocks[rank]);
-    }
-    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override {
-        return group_.waited(index);
-    }
-    void abort(Outcome outcome, const std::string& reason) override {
-        group_.abort(outcome, reason);
-    }
-    void note_refusal(uint64_t number, uint64_t word) override {
-        ControlBlock& control = *group_.state(0).control;
-        RankState::note(control.refused[number % ControlBlock::kRefusals], word);
-    }
-    bool finished() const override { return group_.finished(); }
+    HostGroup& group() override { return group_; }
     double seconds() const override { return seconds_.count(); }
     void reset() override {
-        const auto lock = exclusive_call_.enter();
+        const auto lock = enter();
         group_.reset();
         epoch_ = call_ = 0;
     }
 
   private:
-    template <class Args>
-    void number(std::vector<Args>& args) {
-        ++call_;
-        for (Args& a : args) a.call = call_;
-    }
-
     std::vector<Layout::Totals> notify(const std::vector<DispatchCallArgs>& dispatches) {
         std::vector<NotifyArgs> args;
         for (const DispatchCallArgs& dispatch : dispatches) {
@@ -145,9 +116,7 @@ class HostLauncher : public RankLauncher {
     }
 
     HostGroup group_;
-    ExclusiveCall exclusive_call_;
     uint64_t epoch_ = 0;
-    uint64_t call_ = 0;
     std::chrono::duration<double> seconds_{0};
 };
 
@@ -155,31 +124,27 @@ class HostLowLatencyLauncher : public LowLatencyLauncher {
   public:
     HostLowLatencyLauncher(HostLauncher& launcher, const LowLatencyHeap& heap,
                            const std::vector<Segment*>& segments, int warps)
-        : launcher_(launcher), ranks_(launcher.group(), heap, data_of(segments), warps) {}
+        : LowLatencyLauncher(heap, launcher.ranks(), warps),
+          launcher_(launcher),
+          ranks_(launcher.group(), heap, data_of(segments), warps) {}
 
     Counted launch(Phase phase, AllArgs args, void*) override {
         const LowLatencyLaunches launches = halves(phase);
-        const bool sends = launches != LowLatencyLaunches::Receive;
-        const bool receives = launches != LowLatencyLaunches::Send;
         Counted counted;
         launcher_.launch_alone([&](const auto& interrupted) {
             if (auto* all = std::get_if<std::vector<LowLatencyDispatchArgs>>(&args)) {
-                if (receives && all->front().host_waits) counted.totals.resize(all->size());
+                if (receives(launches) && all->front().host_waits)
+                    counted.totals.resize(all->size());
                 for (size_t i = 0; i < counted.totals.size(); ++i)
                     (*all)[i].report.totals = &counted.totals[i];
-                if (sends) ranks_.dispatch_send(*all, interrupted);
-                if (receives) ranks_.dispatch_receive(*all, interrupted);
+                ranks_.dispatch(launches, *all, interrupted);
             } else {
                 const auto& combines = std::get<std::vector<LowLatencyCombineArgs>>(args);
-                if (sends) ranks_.combine_send(combines, dtype_of(combines), interrupted);
-                if (receives) ranks_.combine_receive(combines, dtype_of(combines), interrupted);
+                ranks_.combine(launches, combines, dtype_of(combines), interrupted);
             }
         });
         return counted;
     }
-    const LowLatencyHeap& heap() const override { return ranks_.heap(); }
-    const std::vector<int>& ranks() const override { return ranks_.group().ranks(); }
-    int warps() const override { return ranks_.warps(); }
     void reset() override { ranks_.reset(); }
 
   private:

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <new>
 #include <string>
 
@@ -205,14 +206,14 @@ void bind_rank_launcher(py::module_& m) {
         .def_readwrite("watch", &RankLauncher::watch,
                        "Called during a wait for a GPU's counts, which its exception ends.")
         .def(
-            "aborted", [](const RankLauncher& r) { return first_reason(r.aborted()); },
+            "aborted", [](RankLauncher& r) { return first_reason(r.group().aborted()); },
             "(outcome, rank) of the rank that gave up first, as far as this process has been told, "
             "or None.")
         .def("incidents",
-             [](const RankLauncher& r) {
+             [](RankLauncher& r) {
                  std::vector<py::dict> all;
                  for (size_t i = 0; i < r.ranks().size(); ++i) {
-                     const auto own = incidents_of(r.report(i));
+                     const auto own = incidents_of(r.group().report(i));
                      all.insert(all.end(), own.begin(), own.end());
                  }
                  return all;
@@ -220,18 +221,24 @@ void bind_rank_launcher(py::module_& m) {
         .def(
             "rank_statuses",
             [](RankLauncher& r) {
+                std::vector<ControlBlock> blocks;
+                {
+                    const py::gil_scoped_release release;
+                    blocks = r.group().control_blocks();
+                }
                 std::vector<py::dict> all;
-                r.show_ranks([&](int rank, const ControlBlock& block) {
+                for (const ControlBlock& block : blocks) {
+                    const int rank = r.group().first_in_reach() + static_cast<int>(all.size());
                     all.push_back(rank_status_of(rank, block));
-                });
+                }
                 return all;
             },
             "Returns the status of all reachable ranks.")
         .def(
             "waited",
-            [](const RankLauncher& r) {
+            [](RankLauncher& r) {
                 std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> all;
-                for (size_t i = 0; i < r.ranks().size(); ++i) all.push_back(r.waited(i));
+                for (size_t i = 0; i < r.ranks().size(); ++i) all.push_back(r.group().waited(i));
                 return all;
             },
             release,
@@ -240,30 +247,47 @@ void bind_rank_launcher(py::module_& m) {
         .def(
             "abort",
             [](RankLauncher& r, bool interrupted, bool failed, const std::string& reason) {
-                r.abort(outcome_of(interrupted, failed), reason);
+                r.group().abort(outcome_of(interrupted, failed), reason);
             },
             py::kw_only(), py::arg("interrupted"), py::arg("failed"), py::arg("reason"), release)
-        .def("note_refusal", &RankLauncher::note_refusal, py::arg("number"), py::arg("word"))
-        .def("finished", &RankLauncher::finished)
+        .def(
+            "note_refusal",
+            [](RankLauncher& r, uint64_t number, uint64_t word) {
+                r.group().note_refusal(number, word);
+            },
+            py::arg("number"), py::arg("word"))
+        .def("finished", [](RankLauncher& r) { return r.group().finished(); })
         .def_property_readonly("seconds", &RankLauncher::seconds)
-        .def("count_times", &RankLauncher::count_times,
-             "Returns when, in the last exchange of counts, notify and the dispatch behind it had "
-             "been launched, and the counts were seen: ns of time.monotonic_ns().")
-        .def("listen", &RankLauncher::listen, release,
-             "Makes aborted() include ranks that gave up while no kernel of this process ran.")
-        .def("drain", &RankLauncher::drain, release)
+        .def(
+            "count_times",
+            [](RankLauncher& r) {
+                std::vector<int64_t> ns;
+                for (const auto& time : r.group().count_times())
+                    ns.push_back(time.time_since_epoch() / std::chrono::nanoseconds(1));
+                return ns;
+            },
+            "Returns when, in the last exchange of counts, notify and the dispatch behind it had "
+            "been launched, and the counts were seen: ns of time.monotonic_ns().")
+        .def(
+            "listen", [](RankLauncher& r) { r.group().listen(); }, release,
+            "Makes aborted() include ranks that gave up while no kernel of this process ran.")
+        .def(
+            "drain", [](RankLauncher& r) { r.group().drain(); }, release)
         .def(
             "note_capture",
-            [](RankLauncher& r, uintptr_t stream) { r.note_capture(as<void*>(stream)); },
+            [](RankLauncher& r, uintptr_t stream) { r.group().note_capture(as<void*>(stream)); },
             py::arg("stream"), "Must be called before launches on a stream that is being captured.")
-        .def("graphs", &RankLauncher::graphs,
-             "Returns the number of CUDA graphs that may replay these launches.")
-        .def("orders_graphs", &RankLauncher::orders_graphs,
-             "Returns whether combine can have an intra-rank pass in a CUDA graph, which needs a "
-             "driver of CUDA 12.3.")
-        .def("retire", &RankLauncher::retire, release,
-             "Called when all launches are done. Later replays of graphs only fill their outputs "
-             "with NaN, or -1 in integers.");
+        .def(
+            "graphs", [](RankLauncher& r) { return r.group().graphs(); },
+            "Returns the number of CUDA graphs that may replay these launches.")
+        .def(
+            "orders_graphs", [](RankLauncher& r) { return r.group().orders_graphs(); },
+            "Returns whether combine can have an intra-rank pass in a CUDA graph, which needs a "
+            "driver of CUDA 12.3.")
+        .def(
+            "retire", [](RankLauncher& r) { r.group().retire(); }, release,
+            "Called when all launches are done. Later replays of graphs only fill their outputs "
+            "with NaN, or -1 in integers.");
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -15,6 +14,7 @@
 #include "core/dtypes.h"
 #include "core/incident.h"
 #include "core/low_latency_args.h"
+#include "launch/rank_group.h"
 
 namespace ep {
 
@@ -54,20 +54,6 @@ struct Counted {
     bool fits = false;                   // whether the guess of a SpeculativeDispatch was right
 };
 
-// Refuses a launch of a buffer during another one, because both would use the same rings.
-class ExclusiveCall {
-  public:
-    // Throws std::runtime_error while another thread holds the lock.
-    std::unique_lock<std::mutex> enter() {
-        std::unique_lock lock(busy_, std::try_to_lock);
-        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
-        return lock;
-    }
-
-  private:
-    std::mutex busy_;
-};
-
 // Launches the calls of one mode on the ranks of this process.
 class Launcher {
   public:
@@ -84,63 +70,70 @@ class Launcher {
 template <class AnyHeap, class AnyDispatchArgs, class AnyCombineArgs>
 class ModeLauncher : public Launcher {
   public:
+    // warps: of a launch of the low-latency mode.
+    ModeLauncher(const AnyHeap& heap, std::vector<int> ranks, int warps = 0)
+        : heap_(heap), ranks_(std::move(ranks)), warps_(warps) {}
+
     AllArgs dispatch_args(const RowFormat& format) const override {
         return blank<AnyDispatchArgs>(format);
     }
     AllArgs combine_args(const RowFormat& format) const override {
         return blank<AnyCombineArgs>(format);
     }
-    virtual const AnyHeap& heap() const = 0;
-    virtual const std::vector<int>& ranks() const = 0;
-    virtual int warps() const { return 0; }  // of a launch of the low-latency mode
+    const std::vector<int>& ranks() const { return ranks_; }
+    int warps() const { return warps_; }
 
   private:
     template <class Args>
     std::vector<Args> blank(const RowFormat& format) const {
-        std::vector<Args> args(ranks().size());
+        std::vector<Args> args(ranks_.size());
         for (size_t i = 0; i < args.size(); ++i) {
-            args[i].rank = ranks()[i];
-            args[i].heap = heap();
+            args[i].rank = ranks_[i];
+            args[i].heap = heap_;
             args[i].format = format;
             if constexpr (std::is_same_v<AnyHeap, LowLatencyHeap>)
-                args[i].layout = {heap(), format.topk, warps(), nullptr};
+                args[i].layout = {heap_, format.topk, warps_, nullptr};
             if constexpr (std::is_same_v<Args, CombineArgs>) args[i].is_combine = true;
         }
         return args;
     }
+
+    const AnyHeap heap_;
+    const std::vector<int> ranks_;
+    const int warps_;
 };
 
 using LowLatencyLauncher =
     ModeLauncher<LowLatencyHeap, LowLatencyDispatchArgs, LowLatencyCombineArgs>;
 
-// Launches the normal mode, and reports failures of all of a buffer's launches. Functions that only
-// a GPU needs do nothing on the host.
+// Launches the normal mode.
 class RankLauncher : public ModeLauncher<Heap, DispatchCallArgs, CombineArgs> {
   public:
-    // Returns the abort word of the first rank to give up that this process knows of; 0: none.
-    virtual uint64_t aborted() const = 0;
-    virtual const ControlBlock& report(size_t index) const = 0;
-    // Calls `show` with the rank and control block of each rank in reach.
-    virtual void show_ranks(const std::function<void(int, const ControlBlock&)>& show) = 0;
-    // Returns [world] nanoseconds of waiting for each rank: in the last call, and in all calls.
-    virtual std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const = 0;
-    virtual void abort(Outcome outcome, const std::string& reason) = 0;
+    using ModeLauncher::ModeLauncher;
 
-    // For the host only: publishes a refused call, whether the last launch finished all its work,
-    // and seconds in launches.
-    virtual void note_refusal(uint64_t, uint64_t) {}
-    virtual bool finished() const { return false; }
-    virtual double seconds() const { return 0; }
-    // For a GPU only: see CudaGroup.
-    virtual std::vector<int64_t> count_times() const { return {}; }
-    virtual void listen() {}
-    virtual void drain() {}
-    virtual void note_capture(void*) {}
-    virtual int graphs() const { return 0; }
-    virtual bool orders_graphs() const { return true; }
-    virtual void retire() {}
+    // What launches of both modes run on.
+    virtual RankGroup& group() = 0;
+    virtual double seconds() const { return 0; }  // in launches, on the host
 
     pybind11::object watch = pybind11::none();  // called while counts are waited for, may raise
+
+  protected:
+    // Refuses a launch of a buffer during another one, because both would use the same rings:
+    // throws std::runtime_error while another thread holds the lock.
+    std::unique_lock<std::mutex> enter() {
+        std::unique_lock lock(busy_, std::try_to_lock);
+        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
+        return lock;
+    }
+    template <class Args>
+    void number(std::vector<Args>& args) const {
+        for (Args& a : args) a.call = call_;
+    }
+
+    uint64_t call_ = 0;  // the last one
+
+  private:
+    std::mutex busy_;
 };
 
 }  // namespace ep

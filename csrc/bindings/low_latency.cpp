@@ -40,11 +40,15 @@ void bind_low_latency_heap(py::module_& m) {
             [](const LowLatencyHeap& heap, int topk, int warps) {
                 const LowLatencyLayout layout{heap, topk, warps, nullptr};
                 const size_t calls = (layout.size() + 1) / 2 * 2;  // aligned to 8 bytes
+                const auto offset = [&](const void* part) {
+                    return static_cast<const int32_t*>(part) - layout.data;
+                };
                 return py::dict(
                     "size"_a = calls + 4, "dispatch_call"_a = calls, "combine_call"_a = calls + 2,
-                    "counts"_a = layout.counts_offset(), "starts"_a = layout.starts_offset(),
-                    "experts"_a = layout.experts_offset(), "active"_a = layout.active_offset(),
-                    "present"_a = layout.present_offset(), "dst_rows"_a = layout.dst_rows_offset());
+                    "counts"_a = offset(&layout.count(0)), "starts"_a = offset(&layout.start(0)),
+                    "experts"_a = offset(layout.experts(0)), "active"_a = offset(&layout.active(0)),
+                    "present"_a = offset(&layout.present(0)),
+                    "dst_rows"_a = offset(layout.dst_rows(0, 0)));
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
             "Returns the size of a handle and the offsets of its parts, in int32. The numbers of "

@@ -11,19 +11,24 @@
 namespace ep {
 
 // Arguments of the normal mode's kernels, the same for every backend.
-struct NotifyArgs {
-    int rank;
-    Heap heap;
-    Layout layout;
+
+// What is counted, and how.
+struct CountArgs {
     const void* topk_idx;  // [T, K], int32 or int64
     int index_bytes;       // 4 or 8
     int expert_alignment;  // rows of an expert are padded to a multiple of this
     int expert_capacity;   // > 0: every expert gets exactly this many rows
-    uint64_t epoch;        // number of this notify on this buffer, from 1
     // [2, L], padding included: row 0 is for the caller, row 1 for the handle.
     int64_t* tokens_per_expert;
-    Layout::Report report{};
     bool allows_repeats = false;  // a token may name an expert twice; flat rows only
+};
+
+struct NotifyArgs : CountArgs {
+    int rank;
+    Heap heap;
+    Layout layout;
+    uint64_t epoch;  // number of this notify on this buffer, from 1
+    Layout::Report report{};
 
     // Number of the layout made here: never 0, which marks a layout that was not made, and
     // different from those of nearby notifies.
@@ -126,28 +131,9 @@ struct DispatchArgs : TransferArgs {
     }
 };
 
-// Fused notify and dispatch: dispatch exchanges the counts itself and needs these in addition.
-struct DispatchCallArgs : DispatchArgs {
-    const void* topk_idx;
-    int index_bytes;
-    int expert_alignment;
-    int expert_capacity;
-    int64_t* tokens_per_expert;
-    bool allows_repeats = false;
-
-    EP_HD NotifyArgs notify(uint64_t epoch) const {
-        NotifyArgs args = {rank,
-                           heap,
-                           layout,
-                           topk_idx,
-                           index_bytes,
-                           expert_alignment,
-                           expert_capacity,
-                           epoch,
-                           tokens_per_expert};
-        args.allows_repeats = allows_repeats;
-        return args;
-    }
+// Fused notify and dispatch: dispatch exchanges the counts itself.
+struct DispatchCallArgs : DispatchArgs, CountArgs {
+    EP_HD NotifyArgs notify(uint64_t epoch) const { return {*this, rank, heap, layout, epoch}; }
 };
 
 struct CombineArgs : TransferArgs {

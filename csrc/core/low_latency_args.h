@@ -45,13 +45,6 @@ struct LowLatencyLayout {
     static constexpr size_t kOverflow = 0;
 
     EP_HD size_t size() const { return size_; }
-    EP_HD size_t counts_offset() const { return counts_; }
-    EP_HD size_t starts_offset() const { return starts_; }
-    EP_HD size_t experts_offset() const { return experts_; }
-    EP_HD size_t active_offset() const { return active_; }
-    EP_HD size_t present_offset() const { return present_; }
-    EP_HD size_t dst_rows_offset() const { return dst_rows_; }
-
     // overflow: 1 if rows did not fit, else 0
     EP_HD int32_t& overflow() const { return data[kOverflow]; }
     // count [L]: rows, without padding

@@ -60,6 +60,12 @@ enum class LowLatencyKind : int { Dispatch, Combine };
 enum class LowLatencyHalf : int { Send, Receive };
 // Which halves of a call a launch runs.
 enum class LowLatencyLaunches : int { Send, Receive, Both };
+EP_HD constexpr bool sends(LowLatencyLaunches launches) {
+    return launches != LowLatencyLaunches::Receive;
+}
+EP_HD constexpr bool receives(LowLatencyLaunches launches) {
+    return launches != LowLatencyLaunches::Send;
+}
 
 // The low-latency mode's symmetric heap, separate from the normal mode's.
 //

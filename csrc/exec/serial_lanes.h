@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
+#include "exec/host/rows.h"
 #include "exec/warp.h"
 
 namespace ep {
@@ -71,6 +73,20 @@ struct SerialLanes {
         int count = 0;
         for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
         return count;
+    }
+
+    template <class T, CacheHint, class Weights>
+    static void sum(void* dst, const PerLane<const void*>& srcs, const Weights& weights,
+                    uint32_t mask, size_t count) {
+        const T* rows[32];
+        const int num_rows = gather(rows, srcs, mask);
+        if constexpr (std::is_same_v<Weights, Unweighted>) {
+            sum_rows(static_cast<T*>(dst), rows, num_rows, count);
+        } else {
+            Accumulator<T> row_weights[32];
+            gather(row_weights, weights, mask);
+            weighted_sum_rows(static_cast<T*>(dst), rows, row_weights, num_rows, count);
+        }
     }
 
     static int exclusive_scan(int count, PerLane<int>& values) {

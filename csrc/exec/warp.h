@@ -56,12 +56,11 @@ enum class CacheHint { Keep, EvictFirst };
 //                                    were there when the launch before it ended
 //   stage<CacheHint>(src, bytes)     begins to read what the next copy or multicast reads, while
 //                                    the warp computes where it goes
-//   sum<T, CacheHint>(dst, srcs, mask, count)
+//   sum<T, CacheHint>(dst, srcs, weights, mask, count)
 //                                    dst[i] = sum over the lanes in the mask of srcs[lane][i], in
-//                                    lane order, in fp32 (fp64 for fp64)
-//   weighted_sum<T, CacheHint>(dst, srcs, weights, mask, count)
-//                                    the same of weights[lane] * srcs[lane][i]: each product is
-//                                    rounded before it is added, also a single one
+//                                    lane order, in fp32 (fp64 for fp64). weights: Unweighted, or
+//                                    a PerLane of factors, whose products are rounded before they
+//                                    are added, also a single one
 //   quantize(dsts, mask, src, count, scales_at, format)
 //                                    multicast of a row of `count` bf16 as fp8 (core/float8.h):
 //                                    values to each destination, scales scales_at bytes after it
@@ -96,6 +95,15 @@ enum class Waited { Met, Over, Failed };
 template <class W, class T>
 using PerLane = typename W::template PerLane<T>;
 
+// In place of weights: rows are not multiplied.
+struct Unweighted {};
+// Calls f(weights), or f(Unweighted{}) if rows are not multiplied.
+template <class Weights, class F>
+EP_FN decltype(auto) with_weights(bool is_weighted, const Weights& weights, F&& f) {
+    if (is_weighted) return f(weights);
+    return f(Unweighted{});
+}
+
 // Takes the place of a lambda, which nvcc does not accept in a concept.
 struct PublishNothing {
     template <class Store>
@@ -103,47 +111,46 @@ struct PublishNothing {
 };
 
 template <class W>
-concept WarpLike =
-    requires(W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src, size_t bytes,
-             void (*step)(int), bool (*test)(int), WaitCondition (*need)(int),
-             PerLane<W, int>& ints, PerLane<W, uint32_t>& masks, PerLane<W, void*>& dsts,
-             PerLane<W, const void*>& srcs, PerLane<W, float>& weights) {
-        { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
-        { warp.last_of(1, ints) } -> std::same_as<uint32_t>;
-        warp.match(1, ints, masks);
-        { W::kLanesAtOnce } -> std::convertible_to<int>;
-        { warp.broadcast(ints, 0) } -> std::same_as<int>;
-        { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
-        { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
-        { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
-        { warp.wait_any_for(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
-        { warp.met(1, need) } -> std::same_as<bool>;
-        { warp.ballot(1, test) } -> std::same_as<uint32_t>;
-        warp.fail(Outcome::Mismatch, Wait::NvlRow, WaitCondition{});
-        warp.lanes(1, step);
-        warp.template copy<CacheHint::Keep>(dst, src, bytes);
-        warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
-        warp.template copy_each<CacheHint::EvictFirst>(dsts, srcs, uint32_t{1}, bytes);
-        warp.template stage<CacheHint::EvictFirst>(src, bytes);
-        warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, uint32_t{1}, bytes);
-        warp.template weighted_sum<float, CacheHint::EvictFirst>(dst, srcs, weights, uint32_t{1},
-                                                                 bytes);
-        warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
-        warp.zero(dst, bytes);
-        warp.template publish<Scope::System>(flag, uint64_t{1});
-        warp.template publish_lanes<Scope::System>(1, PublishNothing{});
-        warp.template credit<Scope::System>(flag, uint64_t{1});
-        warp.template credit_lanes<Scope::System>(1, PublishNothing{});
-        { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
-        { warp.elapsed() } -> std::same_as<uint64_t>;
-        warp.begin_half(Role::LowLatencyReceiver);
-        W::raise(flag, uint64_t{1});
-        W::add(count, 1);
-        { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
-        W::launch_dependents();
-        { W::take_number(flag) } -> std::same_as<uint64_t>;
-        W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
-    };
+concept WarpLike = requires(W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src,
+                            size_t bytes, void (*step)(int), bool (*test)(int),
+                            WaitCondition (*need)(int), PerLane<W, int>& ints,
+                            PerLane<W, uint32_t>& masks, PerLane<W, void*>& dsts,
+                            PerLane<W, const void*>& srcs, PerLane<W, float>& weights) {
+    { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+    { warp.last_of(1, ints) } -> std::same_as<uint32_t>;
+    warp.match(1, ints, masks);
+    { W::kLanesAtOnce } -> std::convertible_to<int>;
+    { warp.broadcast(ints, 0) } -> std::same_as<int>;
+    { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
+    { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
+    { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+    { warp.wait_any_for(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
+    { warp.met(1, need) } -> std::same_as<bool>;
+    { warp.ballot(1, test) } -> std::same_as<uint32_t>;
+    warp.fail(Outcome::Mismatch, Wait::NvlRow, WaitCondition{});
+    warp.lanes(1, step);
+    warp.template copy<CacheHint::Keep>(dst, src, bytes);
+    warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
+    warp.template copy_each<CacheHint::EvictFirst>(dsts, srcs, uint32_t{1}, bytes);
+    warp.template stage<CacheHint::EvictFirst>(src, bytes);
+    warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, Unweighted{}, uint32_t{1}, bytes);
+    warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, weights, uint32_t{1}, bytes);
+    warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
+    warp.zero(dst, bytes);
+    warp.template publish<Scope::System>(flag, uint64_t{1});
+    warp.template publish_lanes<Scope::System>(1, PublishNothing{});
+    warp.template credit<Scope::System>(flag, uint64_t{1});
+    warp.template credit_lanes<Scope::System>(1, PublishNothing{});
+    { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+    { warp.elapsed() } -> std::same_as<uint64_t>;
+    warp.begin_half(Role::LowLatencyReceiver);
+    W::raise(flag, uint64_t{1});
+    W::add(count, 1);
+    { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
+    W::launch_dependents();
+    { W::take_number(flag) } -> std::same_as<uint64_t>;
+    W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
+};
 
 // The lines of a row to receive.
 struct LineSource {
@@ -162,9 +169,6 @@ struct RowsToSum {
     uint64_t tag;  // that all lines must have
 };
 
-// In place of weights: rows are not multiplied.
-struct Unweighted {};
-
 // A warp that also moves words and lines, whose inline flags name their call.
 //
 //   transpose(bits)                  bit i of lane j becomes bit j of lane i
@@ -180,7 +184,7 @@ struct Unweighted {};
 //                                    in the mask, with its scales. A mismatch ends the wait, too
 //   send_sum<T>(slot, srcs, weights, mask, bytes, lines, tag)
 //                                    sends these lines of the sum of the rows in the mask to one
-//                                    slot: as sum, or with a PerLane of weights as weighted_sum
+//                                    slot
 //   receive_sum<T>(wait, rows, weights, dst, bytes, lines)
 //                                    waits for these lines of the rows and writes their sum to the
 //                                    row `dst`. A mismatch ends the wait, too

@@ -152,7 +152,7 @@ struct NodeSums {
             return rings.rank_at(args.node(), warp.broadcast(peer, lane));
         };
         if (!belong_to_call(warp, rings, lanes, tag, rank_of)) return false;
-        warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, lanes,
+        warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, Unweighted{}, lanes,
                                               format.payload_bytes / sizeof(T));
         warp.lanes(format.topk, [&](int lane) {
             if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];

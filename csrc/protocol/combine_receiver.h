@@ -227,7 +227,7 @@ struct TokenReceiver {
         const uint32_t addends =
             args.bias[0] ? add_biases(warp, args, token, part, sources) : sources;
         warp.template sum<T, CacheHint::Keep>(
-            args.y + static_cast<size_t>(token) * format.payload_bytes, part, addends,
+            args.y + static_cast<size_t>(token) * format.payload_bytes, part, Unweighted{}, addends,
             format.payload_bytes / sizeof(T));
         return true;
     }

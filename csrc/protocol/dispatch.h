@@ -206,7 +206,8 @@ EP_FN int parts_of_own_rows(const DispatchArgs& args, int warps) {
 
 // Writes one part of a channel's own rows, after it has counted those of the earlier parts.
 template <WarpLike W>
-EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int part, int parts) {
+EP_FN void write_part_of_own_rows(W& warp, const DispatchArgs& args, int channel, int part,
+                                  int parts) {
     const int first = args.layout.first_token(args.rank, channel),
               tokens = args.layout.first_token(args.rank, channel + 1) - first;
     const int begin = first + static_cast<int>(static_cast<int64_t>(tokens) * part / parts),
@@ -218,6 +219,14 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int pa
             tokens_to(warp, args, token, some_end, [&](int rank) { return rank == args.rank; }));
     }
     write_own_tokens(warp, args, begin, end, received);
+}
+
+// Writes the own rows of all channels: the share of warp `number` of `warps`.
+template <WarpLike W>
+EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int number, int warps) {
+    const int parts = parts_of_own_rows(args, warps);
+    for (int piece = number; piece < args.layout.channels * parts; piece += warps)
+        write_part_of_own_rows(warp, args, piece / parts, piece % parts, parts);
 }
 
 // Tag: the sender starts when the counts are known. Another type lets it start earlier:

@@ -1,6 +1,8 @@
 // The expert rows of an arrived row, as combine and the intra-rank pass use them.
 #pragma once
 
+#include <type_traits>
+
 #include "core/args.h"
 #include "exec/warp.h"
 #include "protocol/weights.h"
@@ -37,7 +39,7 @@ EP_FN uint64_t weight_of(const CombineArgs& args, int64_t received, int k, int d
 template <class T, bool kWeighted, WarpLike W>
 struct ExpertRows {
     PerLane<W, const void*> row;
-    PerLane<W, Accumulator<T>> weight;
+    std::conditional_t<kWeighted, PerLane<W, Accumulator<T>>, Unweighted> weight;
     uint32_t lanes;
 
     EP_FN ExpertRows(W& warp, const CombineArgs& args, const PerLane<W, int>& dst_row) {
@@ -52,12 +54,8 @@ struct ExpertRows {
     }
 
     EP_FN void sum(W& warp, const CombineArgs& args, char* to) const {
-        const size_t elements = args.format.payload_bytes / sizeof(T);
-        if constexpr (kWeighted) {
-            warp.template weighted_sum<T, CacheHint::EvictFirst>(to, row, weight, lanes, elements);
-        } else {
-            warp.template sum<T, CacheHint::EvictFirst>(to, row, lanes, elements);
-        }
+        warp.template sum<T, CacheHint::EvictFirst>(to, row, weight, lanes,
+                                                    args.format.payload_bytes / sizeof(T));
     }
 
     // Whether the sum is one of the rows, unchanged.

@@ -135,4 +135,22 @@ EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel,
     }
 }
 
+// Pieces of sum_all_rows.
+EP_HD int pieces_of_sums(const CombineArgs& args) {
+    return args.layout.channels * args.layout.world() * args.sum_warps;
+}
+
+// Does so for the rows of all ranks on all channels: the share of warp `number` of `warps`. This
+// rank's own rows come last.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
+EP_FN void sum_all_rows(W& warp, F& fabric, const CombineArgs& args, int number, int warps) {
+    const int channels = args.layout.channels, world = args.layout.world();
+    for (int piece = number; piece < pieces_of_sums(args); piece += warps) {
+        const int queue = piece / args.sum_warps;
+        sum_rows_of<T, kWeighted>(warp, fabric, args, queue % channels,
+                                  (args.rank + 1 + queue / channels) % world,
+                                  piece % args.sum_warps);
+    }
+}
+
 }  // namespace ep

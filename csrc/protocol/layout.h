@@ -149,18 +149,30 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
 // Step 2, experts divided among warps: each expert's counts per channel become the sums over the
 // channels before; row C of expert_counts holds the totals.
 template <WarpLike W>
-EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
+EP_FN void sum_channels(W& warp, const NotifyArgs& args, int expert) {
     const Layout& layout = args.layout;
     const auto channels = layout.used_channels(args.rank);
-    auto count_of = [&](int i, int expert) -> int32_t& {
-        return layout.expert_counts(channels[i])[expert];
-    };
-    for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
-        const int sum = scan_table(
-            warp, 1, channels.count(), [&](int, int i) { return count_of(i, expert); },
-            [&](int, int i, int, int before) { count_of(i, expert) = before; });
-        warp.lanes(1, [&](int) { layout.expert_counts(layout.channels)[expert] = sum; });
+    auto count_of = [&](int i) -> int32_t& { return layout.expert_counts(channels[i])[expert]; };
+    const int sum = scan_table(
+        warp, 1, channels.count(), [&](int, int i) { return count_of(i); },
+        [&](int, int i, int, int before) { count_of(i) = before; });
+    warp.lanes(1, [&](int) { layout.expert_counts(layout.channels)[expert] = sum; });
+}
+
+// Steps 1 and 2 by warp `number` of `warps`. meet() returns once all of them are as far. Afterwards
+// the layout's bad_token tells whether ids are invalid.
+template <WarpLike W, class Meet>
+EP_FN void count_own_rows(W& warp, const NotifyArgs& args, int number, int warps, Meet&& meet) {
+    if (number == 0) mark_unknown(warp, args);
+    int bad_token = 0;
+    for (int channel = number; channel < args.layout.channels; channel += warps) {
+        if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
     }
+    meet();
+    if (bad_token) warp.lanes(1, [&](int) { args.layout.totals().bad_token = bad_token; });
+    for (int expert = number; expert < args.layout.num_experts; expert += warps)
+        sum_channels(warp, args, expert);
+    meet();
 }
 
 // Step 3, one warp per channel: stores for every (token, k) how many earlier rows of this rank go

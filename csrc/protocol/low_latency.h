@@ -24,6 +24,13 @@ struct Team {
     int warps;
 };
 
+EP_HD constexpr Role role_of(LowLatencyKind kind, LowLatencyHalf half) {
+    const bool sends = half == LowLatencyHalf::Send;
+    if (kind == LowLatencyKind::Dispatch)
+        return sends ? Role::LowLatencySender : Role::LowLatencyReceiver;
+    return sends ? Role::LowLatencyCombineSender : Role::LowLatencyCombineReceiver;
+}
+
 // How a warp's share of a launch ended.
 enum class Ended { Failed, Well, Last };  // Last: well, after all others
 

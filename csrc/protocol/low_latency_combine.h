@@ -55,12 +55,10 @@ EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uin
     const uint32_t rows =
         warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && dst_row[k] >= 0; });
     char* payload = slot + format.payload() + piece.first;
-    const size_t elements = piece.bytes / sizeof(T);
-    if (args.row_weights) {
-        warp.template weighted_sum<T, CacheHint::EvictFirst>(payload, part, weight, rows, elements);
-    } else {
-        warp.template sum<T, CacheHint::EvictFirst>(payload, part, rows, elements);
-    }
+    with_weights(args.row_weights, weight, [&](const auto& weights) {
+        warp.template sum<T, CacheHint::EvictFirst>(payload, part, weights, rows,
+                                                    piece.bytes / sizeof(T));
+    });
 }
 
 // Returns a piece of what the experts here made of one token. Rows that are put are put whole.
@@ -202,12 +200,9 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
                                       : load_weight(sent_value, format.weight_bytes));
     });
     char* y = args.y + static_cast<size_t>(token) * format.payload_bytes + piece.first;
-    const size_t elements = piece.bytes / sizeof(T);
-    if (args.token_weights) {
-        warp.template weighted_sum<T, CacheHint::Keep>(y, part, weight, parts, elements);
-    } else {
-        warp.template sum<T, CacheHint::Keep>(y, part, parts, elements);
-    }
+    with_weights(args.token_weights, weight, [&](const auto& weights) {
+        warp.template sum<T, CacheHint::Keep>(y, part, weights, parts, piece.bytes / sizeof(T));
+    });
     return true;
 }
 
@@ -257,28 +252,12 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
     return receive_rows<T>(warp, call, team, in_one_launch);
 }
 
-template <class T, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_combine_send(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    if (!may_send(warp, call, team)) return Ended::Failed;
-    send_combine<T, kLines>(warp, call, team, false);
-    signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
-}
-
-template <class T, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_combine_receive(W& warp, const LowLatencyCombine<F>& call,
-                                        const Team& team) {
-    if (!receive_combine<T, kLines>(warp, call, team, false)) return Ended::Failed;
-    return end_receiving(warp, call, team);
-}
-
-// Runs both halves in one launch.
-template <class T, bool kLines, WarpLike W, class F>
+template <LowLatencyLaunches kLaunches, class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    return send_and_receive(
-        warp, call, team, Role::LowLatencyCombineReceiver,
-        [&] { return send_combine<T, kLines>(warp, call, team, true); },
-        [&] { return receive_combine<T, kLines>(warp, call, team, true); });
+    constexpr bool kInOneLaunch = kLaunches == LowLatencyLaunches::Both;
+    return run_halves<kLaunches>(
+        warp, call, team, [&] { return send_combine<T, kLines>(warp, call, team, kInOneLaunch); },
+        [&] { return receive_combine<T, kLines>(warp, call, team, kInOneLaunch); });
 }
 
 }  // namespace ep

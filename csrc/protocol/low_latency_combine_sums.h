@@ -53,12 +53,10 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
     const uint32_t rows = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     char* slot = call.fabric.template at<char>(
         source, args.heap.sum(call.bank, args.rank, token, highest_lane(own)));
-    const size_t bytes = args.format.payload_bytes;
-    if (args.row_weights) {
-        warp.template send_sum<T>(slot, row, weight, rows, bytes, lines, call.tag);
-    } else {
-        warp.template send_sum<T>(slot, row, Unweighted{}, rows, bytes, lines, call.tag);
-    }
+    with_weights(args.row_weights, weight, [&](const auto& weights) {
+        warp.template send_sum<T>(slot, row, weights, rows, args.format.payload_bytes, lines,
+                                  call.tag);
+    });
 }
 
 // Sends a warp's share.
@@ -126,9 +124,9 @@ EP_FN bool sum_lines(W& warp, const LowLatencyCombine<F>& call, int token, const
     if (!count_wait_for_lines(warp, call, rows, lines)) return false;
     const size_t bytes = args.format.payload_bytes;
     char* y = args.y + token * bytes;
-    if (args.token_weights)
-        return warp.template receive_sum<T>(Wait::TaggedRow, rows, weight, y, bytes, lines);
-    return warp.template receive_sum<T>(Wait::TaggedRow, rows, Unweighted{}, y, bytes, lines);
+    return with_weights(args.token_weights, weight, [&](const auto& weights) {
+        return warp.template receive_sum<T>(Wait::TaggedRow, rows, weights, y, bytes, lines);
+    });
 }
 
 // Receives a warp's share.

@@ -7,7 +7,7 @@
 
 namespace ep {
 
-// The halves of a low-latency dispatch, and both in one launch.
+// A low-latency dispatch: one of its halves, or both in one launch.
 
 // kLines: whether rows are lines, as the heap says; flat rows always are.
 
@@ -34,32 +34,12 @@ EP_FN void end_dispatch(W& warp, const LowLatencyDispatchArgs& args) {
     omit_tokens(warp, args);
 }
 
-template <RowKind kRows, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call,
-                                      const Team& team) {
-    if (!may_send(warp, call, team)) return Ended::Failed;
-    if (!send_dispatch<kRows, kLines>(warp, call, team)) return Ended::Failed;
-    signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
-}
-
-template <RowKind kRows, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& call,
-                                         const Team& team) {
-    if (!receive_dispatch<kRows, kLines>(warp, call, team)) return Ended::Failed;
-    const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) end_dispatch(warp, call.args);
-    return ended;
-}
-
-// Runs both halves in one launch.
-template <RowKind kRows, bool kLines, WarpLike W, class F>
+template <LowLatencyLaunches kLaunches, RowKind kRows, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    const Ended ended = send_and_receive(
-        warp, call, team, Role::LowLatencyReceiver,
-        [&] { return send_dispatch<kRows, kLines>(warp, call, team); },
+    const Ended ended = run_halves<kLaunches>(
+        warp, call, team, [&] { return send_dispatch<kRows, kLines>(warp, call, team); },
         [&] { return receive_dispatch<kRows, kLines>(warp, call, team); });
-    if (ended == Ended::Last) end_dispatch(warp, call.args);
+    if (receives(kLaunches) && ended == Ended::Last) end_dispatch(warp, call.args);
     return ended;
 }
 

@@ -314,28 +314,33 @@ EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
     }
 }
 
-// Both halves of a call in one launch: each warp sends its share, then receives its share. With few
-// rows most warps have none to send and are ready when the first ones come; with many all warps
-// send. What the warps on the GPU send arrives, whatever they wait for afterwards.
+// Runs a launch's halves of a call. In a launch of both each warp sends its share, then receives
+// its share. With few rows most warps have none to send and are ready when the first ones come;
+// with many all warps send. What the warps on the GPU send arrives, whatever they wait for
+// afterwards.
 //
-// send() and receive(): a warp's share; false: it failed. role: that of the receivers.
+// send() and receive(): a warp's share; false: it ended badly.
 //
-// The halves end together, but with masking other ranks wait for all that this one sends. A rank
-// that the sending half left out is left out of the receiving half, too.
-template <WarpLike W, class F, class Args, class Send, class Receive>
-EP_FN Ended send_and_receive(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
-                             Role role, Send&& send, Receive&& receive) {
-    const LowLatencyHeap& heap = call.heap();
-    if (!may_send(warp, call, team)) return Ended::Failed;
-    if (!send()) return Ended::Failed;
-    signal_rows(warp, call, team);
-    if (call.masking() && is_last(warp, call.word(heap.send_joins(Args::kKind)), team))
-        publish_all_sent(warp, call);
-    warp.begin_half(role);
-    if (!receive()) return Ended::Failed;
-    const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) count_sent(warp, call);
-    return ended;
+// Halves of one launch end together, but with masking other ranks wait for all that this one sends.
+// A rank that the sending half left out is left out of the receiving half, too.
+template <LowLatencyLaunches kLaunches, WarpLike W, class F, class Args, class Send, class Receive>
+EP_FN Ended run_halves(W& warp, const LowLatencyCall<F, Args>& call, const Team& team, Send&& send,
+                       Receive&& receive) {
+    if constexpr (sends(kLaunches)) {
+        if (!may_send(warp, call, team)) return Ended::Failed;
+        if (!send()) return Ended::Failed;
+        signal_rows(warp, call, team);
+        if constexpr (!receives(kLaunches)) return end_sending(warp, call, team);
+        const size_t joins = call.heap().send_joins(Args::kKind);
+        if (call.masking() && is_last(warp, call.word(joins), team)) publish_all_sent(warp, call);
+        warp.begin_half(role_of(Args::kKind, LowLatencyHalf::Receive));
+    }
+    if constexpr (receives(kLaunches)) {
+        if (!receive()) return Ended::Failed;
+        const Ended ended = end_receiving(warp, call, team);
+        if (sends(kLaunches) && ended == Ended::Last) count_sent(warp, call);
+        return ended;
+    }
 }
 
 }  // namespace ep

@@ -357,30 +357,28 @@ struct LowLatencyProgram {
 
     template <class Warp, class AnyFabric>
     void run_half(Warp& warp, AnyFabric& fabric, int rank, const Half& half, const Team& team) {
-        const auto with_call = [&](const auto& args, auto&& body) {
+        const auto with_launches = [&]<LowLatencyLaunches kLaunches>(const auto& args,
+                                                                     auto&& body) {
             const auto call = half.sends ? next_call(fabric, args) : begun_call(fabric, args);
-            args.by_lines() ? body.template operator()<true>(call)
-                            : body.template operator()<false>(call);
+            args.by_lines() ? body.template operator()<kLaunches, true>(call)
+                            : body.template operator()<kLaunches, false>(call);
+        };
+        const auto with_call = [&](const auto& args, auto&& body) {
+            using enum LowLatencyLaunches;
+            if (!half.sends) return with_launches.template operator()<Receive>(args, body);
+            if (!half.receives) return with_launches.template operator()<Send>(args, body);
+            with_launches.template operator()<Both>(args, body);
         };
         const Part& part = parts[rank][half.call];
         if (calls[half.call].is_combine) {
-            return with_call(part.combine, [&]<bool kLines>(const auto& call) {
-                if (!half.sends)
-                    low_latency_combine_receive<float, kLines>(warp, call, team);
-                else if (half.receives)
-                    low_latency_combine<float, kLines>(warp, call, team);
-                else
-                    low_latency_combine_send<float, kLines>(warp, call, team);
-            });
+            return with_call(part.combine,
+                             [&]<LowLatencyLaunches kLaunches, bool kLines>(const auto& call) {
+                                 low_latency_combine<kLaunches, float, kLines>(warp, call, team);
+                             });
         }
-        with_call(part.dispatch, [&]<bool kLines>(const auto& call) {
+        with_call(part.dispatch, [&]<LowLatencyLaunches kLaunches, bool kLines>(const auto& call) {
             with_row_kind(call.args.row_kind(), [&]<RowKind kRows>() {
-                if (!half.sends)
-                    low_latency_dispatch_receive<kRows, kLines>(warp, call, team);
-                else if (half.receives)
-                    low_latency_dispatch<kRows, kLines>(warp, call, team);
-                else
-                    low_latency_dispatch_send<kRows, kLines>(warp, call, team);
+                low_latency_dispatch<kLaunches, kRows, kLines>(warp, call, team);
             });
         });
     }

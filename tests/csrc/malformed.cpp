@@ -103,12 +103,15 @@ class Transfers {
         layout_.resize(layout.size());
         layout.data = layout_.data();
         counts_.resize(2 * heap_.local_experts());
-        notify_ = {rank_, heap_,  layout,        ids_.data(), 4, random_.once_in(3) ? 128 : 1,
-                   0,     kEpoch, counts_.data()};
+        notify_ = {{ids_.data(), 4, random_.once_in(3) ? 128 : 1, 0, counts_.data()},
+                   rank_,
+                   heap_,
+                   layout,
+                   kEpoch};
         HostWarp warp(executor_, state_, Role::Notify, 0);
         for (int channel = 0; channel < heap_.channels; ++channel)
             count_channel(warp, notify_, channel);
-        sum_channels(warp, notify_, 0, experts);
+        for (int expert = 0; expert < experts; ++expert) sum_channels(warp, notify_, expert);
         for (int channel = 0; channel < heap_.channels; ++channel)
             index_channel(warp, notify_, channel);
         for (int group = 0; group < heap_.relays(); ++group) {

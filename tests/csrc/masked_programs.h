@@ -77,10 +77,11 @@ class HesitantWarp : public HostWarp {
         hesitate();
         Base::multicast<hint>(dsts, mask, src, bytes);
     }
-    template <class T, CacheHint hint>
-    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+    template <class T, CacheHint hint, class Weights>
+    void sum(void* dst, const PerLane<const void*>& srcs, const Weights& weights, uint32_t mask,
+             size_t count) {
         hesitate();
-        Base::sum<T, hint>(dst, srcs, mask, count);
+        Base::template sum<T, hint>(dst, srcs, weights, mask, count);
     }
     template <Scope scope, class F>
     void publish_lanes(int count, F&& f) {

@@ -168,10 +168,12 @@ inline std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inpu
     side.counts.clear();
     for (size_t rank = 0; rank < inputs.size(); ++rank) {
         side.counts.emplace_back(2 * c.heap.local_experts() * sizeof(int64_t), 0x66);
-        args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(),
-                        c.index_bytes, c.alignment, c.capacity, epoch,
-                        side.counts.back().as<int64_t>()});
-        args.back().allows_repeats = c.flat;
+        args.push_back({{inputs[rank].ids.data(), c.index_bytes, c.alignment, c.capacity,
+                         side.counts.back().as<int64_t>(), c.flat},
+                        static_cast<int>(rank),
+                        c.heap,
+                        layouts[rank],
+                        epoch});
     }
     return args;
 }

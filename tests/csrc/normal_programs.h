@@ -209,15 +209,11 @@ struct NormalProgram {
                           heap.channels, nullptr};
             share.layout.resize(layout.size());
             layout.data = share.layout.data();
-            share.notify = {rank,
+            share.notify = {{share.ids.data(), 4, handle.alignment, 0, share.counts.data()},
+                            rank,
                             heap,
                             layout,
-                            share.ids.data(),
-                            4,
-                            handle.alignment,
-                            0,
-                            epoch,
-                            share.counts.data()};
+                            epoch};
         }
     }
 

@@ -115,11 +115,11 @@ void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int
             warp.template stage<CacheHint::EvictFirst>(source, op.bytes);
             return warp.template multicast<CacheHint::Keep>(dst, 0, source, op.bytes);
         case Kind::Sum:
-            return warp.template sum<float, CacheHint::EvictFirst>(first, src, op.mask,
-                                                                   op.bytes / 4);
+            return warp.template sum<float, CacheHint::EvictFirst>(first, src, Unweighted{},
+                                                                   op.mask, op.bytes / 4);
         case Kind::WeightedSum:
-            return warp.template weighted_sum<float, CacheHint::EvictFirst>(first, src, weight,
-                                                                            op.mask, op.bytes / 4);
+            return warp.template sum<float, CacheHint::EvictFirst>(first, src, weight, op.mask,
+                                                                   op.bytes / 4);
         case Kind::Quantize: {
             const size_t elements = op.bytes / sizeof(BFloat16);
             if (op.source[1] % 2) warp.template stage<CacheHint::EvictFirst>(source, op.bytes);

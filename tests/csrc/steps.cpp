@@ -69,10 +69,11 @@ class CountingWarp : public HostWarp {
         ++work_.steps;
         return HostWarp::wait_any(wait, count, counted(need));
     }
-    template <class T, CacheHint hint>
-    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+    template <class T, CacheHint hint, class Weights>
+    void sum(void* dst, const PerLane<const void*>& srcs, const Weights& weights, uint32_t mask,
+             size_t count) {
         ++work_.steps;
-        HostWarp::sum<T, hint>(dst, srcs, mask, count);
+        HostWarp::sum<T, hint>(dst, srcs, weights, mask, count);
     }
 
   private:
@@ -175,7 +176,7 @@ uint64_t run(int nodes) {
         share.layout.resize(layout.size());
         layout.data = share.layout.data();
         share.counts.resize(1);
-        notify.push_back({rank, heap, layout, share.ids.data(), 4, 1, 0, 1, share.counts.data()});
+        notify.push_back({{share.ids.data(), 4, 1, 0, share.counts.data()}, rank, heap, layout, 1});
     }
     group.notify<CountingWarp>(notify);
 

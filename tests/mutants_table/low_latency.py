@@ -6,7 +6,6 @@ LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n)
 LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
-LL_BANK = "if (!may_send(warp, call, team)) return Ended::Failed;"
 LL_PUBLISH = "warp.template publish_lanes<Scope::System>(topk * tags, …});"
 
 MUTANTS: Table = {
@@ -62,7 +61,6 @@ MUTANTS: Table = {
         ("combine: rows that are put are not waited for", "if (!call.masking() && !wait_rows_put…return false;"),
     ],
     ("protocol/low_latency_combine.h", "low_latency"): [
-        ("combine: sends into a bank that is not released", LL_BANK),
         (
             "combine: rows are not waited for",
             "if (!wait_tags(warp, call, format.topk…return false;",
@@ -93,14 +91,14 @@ MUTANTS: Table = {
         ("mask_ranks: a rank goes on that is taken for dead", "if (cut_off) return end_by…;"),
         ("mask_ranks: nobody is told why", "notify(silent, MaskReason::Silent);", "notify(silent, MaskReason::Asked);"),
         ("decide_membership: lanes do not meet", "warp.lanes(lanes, [](int) {});"),
-        ("both halves: send into a bank that is not released", LL_BANK),
+        (
+            "run_halves: sends into a bank that is not released",
+            "if (!may_send(warp, call, team)) return Ended::Failed;",
+        ),
     ],
     ("fabric/cuda/p2p_fabric.h", "low_latency"): [
         ("p2p signal_to of low latency: the rank's scope", LL_SIGNAL, SYSTEM, RANK),
         ("p2p signal_to of low latency: a credit", LL_SIGNAL, "publish<", "credit<"),
-    ],
-    ("protocol/low_latency_dispatch.h", "low_latency"): [
-        ("dispatch: sends into a bank that is not released", LL_BANK),
     ],
     ("protocol/low_latency_dispatch_receive.h", "low_latency"): [
         ("dispatch: choices are not waited for", "if (!may_receive(warp, call, team)) return false;"),

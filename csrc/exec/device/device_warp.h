@@ -170,23 +170,19 @@ class DeviceWarp {
             bulk_.stage<hint>(src, bytes);
     }
 
-    template <class T, CacheHint hint>
-    EP_FN void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+    template <class T, CacheHint hint, class Weights>
+    EP_FN void sum(void* dst, const PerLane<const void*>& srcs, const Weights& weights,
+                   uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
-        if (!(mask & (mask - 1))) {
-            const void* only = rows::shuffle_pointer(srcs.value, lowest_lane(mask));
-            stage<hint>(only, bytes);
-            return move_row<CacheHint::Keep>(dst, 1, only, bytes);
+        if constexpr (std::is_same_v<Weights, Unweighted>) {
+            if (!(mask & (mask - 1))) {
+                const void* only = rows::shuffle_pointer(srcs.value, lowest_lane(mask));
+                stage<hint>(only, bytes);
+                return move_row<CacheHint::Keep>(dst, 1, only, bytes);
+            }
         }
-        add_rows<T, hint>(dst, srcs.value, rows::NoWeight{}, mask, count);
-    }
-
-    template <class T, CacheHint hint>
-    EP_FN void weighted_sum(void* dst, const PerLane<const void*>& srcs,
-                            const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
-        if (!mask) return zero(dst, count * sizeof(T));
-        add_rows<T, hint>(dst, srcs.value, weights.value, mask, count);
+        add_rows<T, hint>(dst, srcs.value, own_weight(weights), mask, count);
     }
 
     EP_FN void quantize(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t count,

@@ -89,23 +89,6 @@ class HostWarp : public SerialLanes {
     template <CacheHint hint>
     void stage(const void*, size_t) {}
 
-    template <class T, CacheHint hint>
-    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
-        const T* rows[32];
-        const int num_rows = gather(rows, srcs, mask);
-        sum_rows(static_cast<T*>(dst), rows, num_rows, count);
-    }
-
-    template <class T, CacheHint hint>
-    void weighted_sum(void* dst, const PerLane<const void*>& srcs,
-                      const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
-        const T* rows[32];
-        Accumulator<T> row_weights[32];
-        const int num_rows = gather(rows, srcs, mask);
-        gather(row_weights, weights, mask);
-        weighted_sum_rows(static_cast<T*>(dst), rows, row_weights, num_rows, count);
-    }
-
     void quantize(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t count,
                   size_t scales_at, ScaleFormat format) {
         const size_t scales = scale_blocks(count) * scale_bytes(format);
@@ -266,7 +249,7 @@ class HostWarp : public SerialLanes {
         for (int line = lines.first; line < lines.end(); ++line) {
             const size_t here = payload_of(bytes, line);
             for_each_lane(mask, [&](int lane) { parts[lane] = payload_in(srcs[lane], line); });
-            sum_parts<T>(payload, parts, weights, mask, here / sizeof(T));
+            sum<T, CacheHint::Keep>(payload, parts, weights, mask, here / sizeof(T));
             std::memcpy(line_of(slot, line), payload, here);
             publish<Scope::System>(line_tag(slot, line), tag);
         }
@@ -296,8 +279,8 @@ class HostWarp : public SerialLanes {
             }
             for_each_lane(rows.mask,
                           [&](int lane) { parts[lane] = line_of(rows.slot[lane], line); });
-            sum_parts<T>(dst + static_cast<size_t>(line) * Line::kPayload, parts, weights,
-                         rows.mask, payload_of(bytes, line) / sizeof(T));
+            sum<T, CacheHint::Keep>(dst + static_cast<size_t>(line) * Line::kPayload, parts,
+                                    weights, rows.mask, payload_of(bytes, line) / sizeof(T));
         }
         return true;
     }
@@ -305,17 +288,6 @@ class HostWarp : public SerialLanes {
   private:
     using Clock = std::chrono::steady_clock;
     static constexpr uint64_t kForever = ~uint64_t{0};
-
-    template <class T>
-    void sum_parts(char* dst, const PerLane<const void*>& parts, Unweighted, uint32_t mask,
-                   size_t count) {
-        sum<T, CacheHint::Keep>(dst, parts, mask, count);
-    }
-    template <class T>
-    void sum_parts(char* dst, const PerLane<const void*>& parts,
-                   const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
-        weighted_sum<T, CacheHint::Keep>(dst, parts, weights, mask, count);
-    }
 
     // mask: receives the lanes whose need is met.
     template <class F>

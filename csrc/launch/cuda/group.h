@@ -16,6 +16,7 @@
 #include "launch/cuda/launch_params.h"
 #include "launch/cuda/resource.h"
 #include "launch/cuda/side_stream.h"
+#include "launch/rank_group.h"
 
 namespace ep {
 
@@ -24,7 +25,7 @@ namespace ep {
 // a failure, at the latest when the kernels have ended. FabricParams is the kernel parameter with
 // which ranks reach each other (see launch/cuda/launch_params.h).
 template <class FabricParams>
-class CudaGroup {
+class CudaGroup : public RankGroup {
     static_assert(FabricParamsLike<FabricParams>);
 
   public:
@@ -39,12 +40,12 @@ class CudaGroup {
     // All launches take one argument per rank of this process, in the order of `ranks`. The GPU
     // counts the epochs of notify, so its arguments need none.
     //
-    // Launches notify and waits for the totals of each rank, which are zeros if the rank gave up
-    // first. Calls `idle` from time to time, which may throw. Throws std::runtime_error if the GPU
-    // fails. speculative: a dispatch to launch before the wait; empty: none.
-    std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
-                                                const std::function<void()>& idle,
-                                                const std::vector<DispatchArgs>& speculative = {});
+    // Launches notify, and `ahead` of the counts the dispatch behind it, too; then waits for the
+    // totals of each rank, which are zeros if the rank gave up first. Calls `idle` from time to
+    // time, which may throw. Throws std::runtime_error if the GPU fails.
+    std::vector<Layout::Totals> notify_and_wait(const std::vector<DispatchCallArgs>& args,
+                                                bool ahead, CudaStream stream,
+                                                const std::function<void()>& idle);
     // Makes the kernels of the next launch report the totals of each rank. Defined here for the
     // arguments of other modes, too.
     template <class Args>
@@ -55,16 +56,12 @@ class CudaGroup {
     // Waits for these reports as notify_and_wait does.
     std::vector<Layout::Totals> wait_for_reports(CudaStream stream,
                                                  const std::function<void()>& idle);
-    // When the last notify_and_wait had launched notify and the dispatch behind it, and saw the
-    // counts.
-    const auto& count_times() const { return count_times_; }
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Launches notify and dispatch without waiting for the counts, as one kernel where possible.
     void dispatch_without_wait(const std::vector<DispatchCallArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
     const std::vector<int>& ranks() const { return ranks_; }
-    const Heap& heap() const { return heap_; }
     const FabricParams& fabric() const { return fabric_; }
     int device() const { return device_; }
     uint64_t timeout_ns() const { return timeout_ns_; }
@@ -79,30 +76,23 @@ class CudaGroup {
                 reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited()),
                 FabricParams::kOverHost};
     }
-    uint64_t aborted() const;
-    const ControlBlock& report(size_t index) const { return reports_[index]; }
-    // Ends the waits of all ranks in reach, also while kernels run. A rank that has aborted keeps
-    // its abort word, but if several processes abort at once, the last word stays. Thread-safe.
-    void abort(Outcome outcome, const std::string& reason);
-    // [world] nanoseconds of waiting in the last call, and in all calls: see Heap::waited.
-    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
-    // Returns copies of the control blocks of the ranks in reach, from first_in_reach() on.
-    std::vector<ControlBlock> control_blocks() const;
-    int first_in_reach() const { return first_in_reach_; }
-    // Makes aborted() include ranks that gave up while no kernel of this process ran. Thread-safe.
-    void listen();
-    // Waits until what this process's ranks sent to other nodes has arrived. Throws
-    // std::runtime_error after the timeout.
-    void drain() const;
-    // Counts the graph of a stream that is being captured, before launches on it: see graphs().
-    void note_capture(CudaStream stream) { graphs_.note(stream); }
-    // How many CUDA graphs may replay launches of this process's ranks, whose memory must stay.
-    int graphs() const { return graphs_.alive(); }
-    // Whether combine may have an intra-rank pass in a graph: see SideStream.
-    bool orders_graphs() const { return SideStream::orders_graphs(); }
-    // Waits for all launches. Replays from now on do not use other ranks' memory, and fill their
-    // outputs with Outputs::kPoison.
-    void retire();
+    uint64_t aborted() const override;
+    const ControlBlock& report(size_t index) const override { return reports_[index]; }
+    std::vector<ControlBlock> control_blocks() const override;
+    int first_in_reach() const override { return first_in_reach_; }
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override;
+    // A rank that has aborted keeps its abort word, but if several processes abort at once, the
+    // last word stays.
+    void abort(Outcome outcome, const std::string& reason) override;
+    std::vector<std::chrono::steady_clock::time_point> count_times() const override {
+        return count_times_;
+    }
+    void listen() override;
+    void drain() const override;
+    void note_capture(CudaStream stream) override { graphs_.note(stream); }
+    int graphs() const override { return graphs_.alive(); }
+    bool orders_graphs() const override { return SideStream::orders_graphs(); }
+    void retire() override;
     // Restores the state of a new buffer. Nothing may run, and all ranks must have drained.
     void reset();
 
@@ -150,7 +140,7 @@ class CudaGroup {
     Resource<uint32_t[]> abort_source_;        // one, pinned
     Resource<uint64_t[]> fetched_;             // [heaps], pinned
     CudaGraphs graphs_;
-    std::chrono::steady_clock::time_point count_times_[3];
+    std::vector<std::chrono::steady_clock::time_point> count_times_{3};
 };
 
 }  // namespace ep

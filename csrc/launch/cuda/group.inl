@@ -8,7 +8,6 @@
 #include <string>
 
 #include "core/cuda/runtime.h"
-#include "core/notify_args.h"
 #include "launch/cuda/channels.h"
 #include "launch/cuda/fused_dispatch.h"
 #include "launch/cuda/group.h"
@@ -54,6 +53,13 @@ bool any_intra_rank_pass(const L& params, size_t ranks) {
 
 inline int max_self_warps(const DispatchArgs&) { return 1; }
 inline int max_self_warps(const CombineArgs& args) { return args.max_receivers(); }
+
+// The GPU counts the epoch of notify itself.
+inline std::vector<NotifyArgs> notify_args(const std::vector<DispatchCallArgs>& args) {
+    std::vector<NotifyArgs> all;
+    for (const DispatchCallArgs& a : args) all.push_back(a.notify(0));
+    return all;
+}
 
 // Returns the launch spread over `sms` SMs in all, for kernels whose blocks wait for no others.
 template <class L>
@@ -207,13 +213,14 @@ void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream
 }
 
 template <class P>
-std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(
-    std::vector<NotifyArgs> args, CudaStream stream, const std::function<void()>& idle,
-    const std::vector<DispatchArgs>& speculative) {
-    request_reports(args);
-    notify(args, stream);
+std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(const std::vector<DispatchCallArgs>& args,
+                                                          bool ahead, CudaStream stream,
+                                                          const std::function<void()>& idle) {
+    std::vector<NotifyArgs> counts = notify_args(args);
+    request_reports(counts);
+    notify(counts, stream);
     count_times_[0] = std::chrono::steady_clock::now();
-    if (!speculative.empty()) dispatch(speculative, stream);
+    if (ahead) dispatch({args.begin(), args.end()}, stream);
     count_times_[1] = std::chrono::steady_clock::now();
     auto totals = wait_for_reports(stream, idle);
     count_times_[2] = std::chrono::steady_clock::now();

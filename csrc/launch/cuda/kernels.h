@@ -93,19 +93,11 @@ EP_FN bool count_rows(const L& params, const WarpPosition<L>& position, DeviceWa
             layout.totals() = {};
             if (sends_rows) layout.totals().epoch = args.layout_epoch();
         });
-        mark_unknown(warp, args);
     }
-    int bad_token = 0;
-    for (int channel = position.warp; channel < layout.channels; channel += position.warps) {
-        if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
-    }
-    meet(arrivals, params.blocks_per_rank);
-    if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
     if (position.warp == position.warps - 1)
         begin_call(rank, layout.world());  // this warp has the least to do
-    for (int expert = position.warp; expert < layout.num_experts; expert += position.warps)
-        sum_channels(warp, args, expert, 1);
-    meet(arrivals, params.blocks_per_rank);
+    count_own_rows(warp, args, position.warp, position.warps,
+                   [&] { meet(arrivals, params.blocks_per_rank); });
     const bool has_bad_token = layout.totals().bad_token, aborted = is_aborted(rank);
     if (has_bad_token) {
         if (position.warp == 0) {
@@ -157,6 +149,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // ---- the end of dispatch and combine
 
+// Fills an aborted call's outputs with Outputs::kPoison, which cannot pass for data.
+EP_FN void poison(const Outputs& outputs) {
+    for (const Outputs::Part& part : outputs.parts)
+        rows::fill<Outputs::kPoison>(part.data, part.bytes);
+}
+
 // Called by every warp of a rank at the end of the call's last launch that writes outputs. Roles
 // give up at different times, so the last warp to arrive finishes the call: all others have stopped
 // writing. If the call was aborted, it fills the outputs with Outputs::kPoison.
@@ -175,8 +173,7 @@ EP_FN void end_call(const L& params, const WarpPosition<L>& position) {
     const DeviceRank& rank = params.ranks[position.index];
     if (!is_aborted(rank)) return count_call(rank.control->finished.transfer);
     const Outputs outputs = outputs_of(params.args[position.index]);
-    for (const Outputs::Part& part : outputs.parts)
-        rows::fill<Outputs::kPoison>(part.data, part.bytes);
+    poison(outputs);
     if (outputs.epoch && first) *outputs.epoch = 0;
 }
 
@@ -198,22 +195,6 @@ EP_FN bool begins(const L& params, const WarpPosition<L>& position, const Args& 
     return false;
 }
 
-// Makes the warp that runs a role, for launch/run_role.h.
-class WarpOf {
-  public:
-    EP_FN WarpOf(const DeviceRank& rank, uint64_t call, int channel, BulkBuffers& buffers)
-        : rank_(rank), call_(call), channel_(channel), buffers_(buffers) {}
-    EP_FN DeviceWarp operator()(Role role) const {
-        return DeviceWarp(rank_, call_, role, channel_, buffers_);
-    }
-
-  private:
-    const DeviceRank& rank_;
-    uint64_t call_;
-    int channel_;
-    BulkBuffers& buffers_;
-};
-
 template <class L>
 EP_FN void run_dispatch(const L& params, const WarpPosition<L>& position) {
     const DispatchArgs& args = params.args[position.index];
@@ -225,8 +206,8 @@ EP_FN void run_dispatch(const L& params, const WarpPosition<L>& position) {
     typename L::Fabric fabric(params.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     const int channel = number / warps;
-    run_dispatch_role(WarpOf(rank, args.call, channel, buffers), fabric, args, params.roles,
-                      channel, number % warps);
+    auto warp_of = [&](Role role) { return DeviceWarp(rank, args.call, role, channel, buffers); };
+    run_dispatch_role(warp_of, fabric, args, params.roles, channel, number % warps);
     if (has_intra_rank_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
@@ -253,12 +234,10 @@ EP_FN void run_intra_rank_pass(const L& params, Work&& work) {
     work(warp, args, position);
 }
 
-// Calls f(piece) for the pieces of a warp. Few pieces are spread over many SMs.
-template <class L, class F>
-EP_FN void for_pieces(const WarpPosition<L>& position, const L& params, int pieces, F&& f) {
-    for (int piece = position.block + warp_of_block() * params.blocks_per_rank; piece < pieces;
-         piece += position.warps)
-        f(piece);
+// This warp's number if few pieces of work are spread over many SMs.
+template <class L>
+EP_FN int number_over_blocks(const L& params, const WarpPosition<L>& position) {
+    return position.block + warp_of_block() * params.blocks_per_rank;
 }
 
 // Runs at the same time as the exchange.
@@ -266,10 +245,7 @@ template <class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ L params) {
     run_intra_rank_pass(params, [&](auto& warp, const auto& args, const auto& position) {
-        const int parts = parts_of_own_rows(args, position.warps);
-        for_pieces(position, params, args.layout.channels * parts, [&](int piece) {
-            write_own_rows(warp, args, piece / parts, piece % parts, parts);
-        });
+        write_own_rows(warp, args, number_over_blocks(params, position), position.warps);
     });
 }
 
@@ -289,13 +265,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     intra_rank_reduce_kernel(const __grid_constant__ L params) {
     run_intra_rank_pass(params, [&](auto& warp, const auto& args, const auto& position) {
         typename L::Fabric fabric(params.fabric, args.rank);
-        const int channels = args.layout.channels, world = args.layout.world();
-        for_pieces(position, params, channels * world * args.sum_warps, [&](int piece) {
-            const int queue = piece / args.sum_warps;
-            const int rank = (args.rank + 1 + queue / channels) % world;
-            sum_rows_of<T, kWeighted>(warp, fabric, args, queue % channels, rank,
-                                      piece % args.sum_warps);
-        });
+        sum_all_rows<T, kWeighted>(warp, fabric, args, number_over_blocks(params, position),
+                                   position.warps);
     });
 }
 
@@ -308,9 +279,11 @@ EP_FN void run_combine(const L& params, const WarpPosition<L>& position) {
     if (!begins(params, position, args, number)) return;
     typename L::Fabric fabric(params.fabric, args.rank);
     const int channel = number / warps;
-    run_combine_role<T, kWeighted>(
-        WarpOf(params.ranks[position.index], args.call, channel, bulk_buffers()), fabric, args,
-        params.roles, channel, number % warps);
+    BulkBuffers& buffers = bulk_buffers();
+    auto warp_of = [&](Role role) {
+        return DeviceWarp(params.ranks[position.index], args.call, role, channel, buffers);
+    };
+    run_combine_role<T, kWeighted>(warp_of, fabric, args, params.roles, channel, number % warps);
 }
 
 template <class T, bool kWeighted, class L>

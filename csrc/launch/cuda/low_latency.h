@@ -26,9 +26,6 @@ class CudaLowLatency {
     void combine(LowLatencyLaunches launches, const std::vector<LowLatencyCombineArgs>& args,
                  DType dtype, CudaStream stream) const;
 
-    const std::vector<int>& ranks() const { return group_.ranks(); }
-    const LowLatencyHeap& heap() const { return heap_; }
-    int warps() const;  // warps of a launch
     // Called together with the group's reset, under its conditions. A group with several of these
     // resets them in the same order on all ranks.
     void reset();

@@ -64,19 +64,14 @@ CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>& group, const LowLatencyHea
     fabric_.reset_signals(group_.ranks().front(), group_.timeout_ns());
 }
 
-template <class P>
-int CudaLowLatency<P>::warps() const {
-    return blocks_ * kBlockWarps;
-}
-
 // Calls run.operator()<kLaunches>() for each launch. as_one: puts both halves in one launch, for a
 // process with one rank. Ranks are launched in turn, so a first one would wait for the second.
 template <class Run>
 void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     using enum LowLatencyLaunches;
     if (launches == Both && as_one) return run.template operator()<Both>();
-    if (launches != Receive) run.template operator()<Send>();
-    if (launches != Send) run.template operator()<Receive>();
+    if (sends(launches)) run.template operator()<Send>();
+    if (receives(launches)) run.template operator()<Receive>();
 }
 
 // Calls f.operator()<kLines>(). kLines: whether rows travel as lines.

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "core/outputs.h"
 #include "launch/cuda/kernels.h"
 #include "protocol/low_latency_combine.h"
 #include "protocol/low_latency_dispatch.h"
@@ -34,22 +33,15 @@ EP_FN Team team_of_grid() {
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
-// Fills an aborted call's outputs with Outputs::kPoison, which cannot pass for data.
-template <class Args>
-EP_FN void poison(const Args& args) {
-    for (const Outputs::Part& part : outputs_of(args).parts)
-        rows::fill<Outputs::kPoison>(part.data, part.bytes);
-}
-
 // Runs share(warp, call, team), which returns Ended, on each warp.
 //
 // In a launch that writes the call's outputs every warp arrives, however its share has ended: so
 // the last one knows that no other warp writes any more.
 template <LowLatencyLaunches kLaunches, bool kLines, class L, class Share>
-EP_FN void run_launch(const L& launch, Role role, Share&& share) {
-    constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
-    constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
+EP_FN void run_launch(const L& launch, Share&& share) {
+    constexpr bool kSends = sends(kLaunches), kReceives = receives(kLaunches);
     constexpr LowLatencyKind kKind = L::Args::kKind;
+    constexpr Role kRole = role_of(kKind, kSends ? LowLatencyHalf::Send : LowLatencyHalf::Receive);
     // A heap never has both lines and masks.
     using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
     if constexpr (Architecture::kHasEarlyLaunches) {
@@ -60,7 +52,7 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
     const LowLatencyHeap& heap = launch.args.heap;
     const Team team = team_of_grid();
     const auto call = kSends ? next_call(fabric, launch.args) : begun_call(fabric, launch.args);
-    DeviceWarp warp(launch.rank, call.number, role, team.warp, bulk_buffers());
+    DeviceWarp warp(launch.rank, call.number, kRole, team.warp, bulk_buffers());
     auto note = [&](Calls& calls) {
         const int kind = static_cast<int>(kKind);
         if (kSends) warp.template credit<Scope::System>(&calls.sent[kind], call.number);
@@ -79,7 +71,7 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
                 begin_call(launch.rank, heap.topology.world());
             }
         }
-        warp.begin_half(role);
+        warp.begin_half(kRole);
         ended = share(warp, call, team);
     }
     if (ended == Ended::Last) note(launch.rank.control->finished);
@@ -87,25 +79,16 @@ EP_FN void run_launch(const L& launch, Role role, Share&& share) {
         uint64_t* joins = fabric.template own<uint64_t>(heap.receive_joins(kKind));
         const bool last =
             ended == Ended::Failed ? is_last(warp, joins, team) : ended == Ended::Last;
-        if (last && is_aborted(launch.rank)) poison(launch.args);
+        if (last && is_aborted(launch.rank)) poison(outputs_of(launch.args));
     }
 }
 
 template <LowLatencyLaunches kLaunches, RowKind kRows, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ L launch) {
-    constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive ? Role::LowLatencyReceiver
-                                                                    : Role::LowLatencySender;
-    run_launch<kLaunches, kLines>(
-        launch, kRole, [](auto& warp, const auto& call, const Team& team) {
-            if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_dispatch_send<kRows, kLines>(warp, call, team);
-            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_dispatch_receive<kRows, kLines>(warp, call, team);
-            } else {
-                return low_latency_dispatch<kRows, kLines>(warp, call, team);
-            }
-        });
+    run_launch<kLaunches, kLines>(launch, [](auto& warp, const auto& call, const Team& team) {
+        return low_latency_dispatch<kLaunches, kRows, kLines>(warp, call, team);
+    });
 }
 
 // The kernel of a dispatch. A half has instances for the kinds of rows that it treats differently.
@@ -125,19 +108,9 @@ auto low_latency_dispatch_of(RowKind kind) {
 template <LowLatencyLaunches kLaunches, class T, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_combine_kernel(const __grid_constant__ L launch) {
-    constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive
-                               ? Role::LowLatencyCombineReceiver
-                               : Role::LowLatencyCombineSender;
-    run_launch<kLaunches, kLines>(
-        launch, kRole, [](auto& warp, const auto& call, const Team& team) {
-            if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_combine_send<T, kLines>(warp, call, team);
-            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_combine_receive<T, kLines>(warp, call, team);
-            } else {
-                return low_latency_combine<T, kLines>(warp, call, team);
-            }
-        });
+    run_launch<kLaunches, kLines>(launch, [](auto& warp, const auto& call, const Team& team) {
+        return low_latency_combine<kLaunches, T, kLines>(warp, call, team);
+    });
 }
 
 }  // namespace kernels

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <thread>
 
+#include "fabric/queue/status.h"
 #include "launch/host/group.inl"
 
 namespace ep {
@@ -108,6 +109,25 @@ void HostGroup::run_roles(Tasks tasks_of_rank, const std::function<bool()>& inte
     for (const std::exception_ptr& error : errors) {
         if (error) std::rethrow_exception(error);
     }
+}
+
+uint64_t HostGroup::aborted() const {
+    for (const RankState& state : states_) {
+        if (const uint64_t word = state.abort_word().load(std::memory_order_acquire)) return word;
+    }
+    return 0;
+}
+
+std::vector<ControlBlock> HostGroup::control_blocks() const {
+    const std::vector<ControlBlock*>& everyone = states_.front().everyone;
+    std::vector<ControlBlock> copies(everyone.size());
+    for (size_t rank = 0; rank < copies.size(); ++rank) copy_status(copies[rank], *everyone[rank]);
+    return copies;
+}
+
+void HostGroup::note_refusal(uint64_t number, uint64_t word) {
+    ControlBlock& control = *states_.front().control;
+    RankState::note(control.refused[number % ControlBlock::kRefusals], word);
 }
 
 bool HostGroup::finished() const {

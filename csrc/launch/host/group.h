@@ -15,6 +15,7 @@
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
 #include "fabric/queue/host_queues.h"
+#include "launch/rank_group.h"
 
 namespace ep {
 
@@ -33,7 +34,7 @@ using AnyHostFabric = std::variant<MappedHostFabric, HostFabric, QueueFabric>;
 
 // The ranks of a buffer that live in this process, on the host: one rank, or all. A launch runs one
 // phase on all of them together.
-class HostGroup {
+class HostGroup : public RankGroup {
   public:
     // heaps: by rank, all mapped here. ranks: those that this process runs. nic: null, or what
     // sends to other nodes for the one rank of this process; for ranks on other machines `heaps`
@@ -55,15 +56,14 @@ class HostGroup {
                  const std::function<bool()>& interrupted = {});
 
     const std::vector<int>& ranks() const { return ranks_; }
-    const Heap& heap() const { return heap_; }
-    // Whether the last launch finished all its work on the ranks of this process. Another rank may
-    // have given up later.
-    bool finished() const;
     const RankState& state(size_t index) const { return states_[index]; }
-    // [world] nanoseconds of waiting in the last call, and in all calls: see Heap::waited.
-    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
-    // Ends all waits of all ranks. The first reason since the last reset stays.
-    void abort(Outcome outcome, const std::string& reason);
+    uint64_t aborted() const override;
+    const ControlBlock& report(size_t index) const override { return *states_[index].control; }
+    std::vector<ControlBlock> control_blocks() const override;
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const override;
+    void abort(Outcome outcome, const std::string& reason) override;
+    void note_refusal(uint64_t number, uint64_t word) override;
+    bool finished() const override;
     // Restores the state of a new buffer. No rank may be in a launch until all have reset.
     void reset();
 

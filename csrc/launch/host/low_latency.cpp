@@ -2,9 +2,15 @@
 
 #include <cstring>
 
-#include "launch/host/low_latency.inl"
+#include "launch/host/group.inl"
+#include "protocol/low_latency_combine.h"
+#include "protocol/low_latency_dispatch.h"
 
 namespace ep {
+
+static_assert(ReachesAllRanks<HostFabric, HostWarp> &&
+              ReachesAllRanks<MappedHostFabric, HostWarp> &&
+              ReachesAllRanks<QueueFabric, HostWarp>);
 
 HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
                                const std::vector<char*>& heaps, int warps)
@@ -27,14 +33,90 @@ void HostLowLatency::reset() {
     for (char* heap : own_heaps_) std::memset(heap, 0, heap_.bytes());
 }
 
-using Interrupted = std::function<bool()>;
-template void HostLowLatency::dispatch_send<HostWarp>(const std::vector<LowLatencyDispatchArgs>&,
-                                                      const Interrupted&);
-template void HostLowLatency::dispatch_receive<HostWarp>(const std::vector<LowLatencyDispatchArgs>&,
-                                                         const Interrupted&);
-template void HostLowLatency::combine_send<HostWarp>(const std::vector<LowLatencyCombineArgs>&,
-                                                     DType, const Interrupted&);
-template void HostLowLatency::combine_receive<HostWarp>(const std::vector<LowLatencyCombineArgs>&,
-                                                        DType, const Interrupted&);
+// Runs share.operator()<kHalf, kLines>(warp, call, team) on every warp of every rank.
+template <LowLatencyLaunches kHalf, class Args, class Share>
+void HostLowLatency::run_half(const std::vector<Args>& args,
+                              const std::function<bool()>& interrupted, Share share) {
+    constexpr bool kReceives = receives(kHalf);
+    constexpr Role kRole =
+        role_of(Args::kKind, kReceives ? LowLatencyHalf::Receive : LowLatencyHalf::Send);
+    std::vector<std::vector<RoleTask>> tasks(args.size());
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                              group_.states_.front().timeout);
+    for (size_t i = 0; i < args.size(); ++i) {
+        RankState& state = group_.states_[i];
+        const auto call_of = [this, i, &args](auto& fabric) {
+            return kReceives ? begun_call(fabric, args[i]) : next_call(fabric, args[i]);
+        };
+        state.deadline = deadline;
+        state.call = std::visit([&](auto& fabric) { return call_of(fabric).number; }, fabrics_[i]);
+        if (!kReceives) state.note_sends(Args::kMode, args[i]);
+        for (int number = 0; number < warps_; ++number) {
+            tasks[i].push_back(
+                {&state, [=, this, &state](Executor& executor) {
+                     HostWarp warp(executor, state, kRole, number);
+                     const Team team{number, warps_};
+                     std::visit(
+                         [&](auto& fabric) {
+                             const auto call = call_of(fabric);
+                             if (call.args.by_lines())
+                                 return share.template operator()<kHalf, true>(warp, call, team);
+                             share.template operator()<kHalf, false>(warp, call, team);
+                         },
+                         fabrics_[i]);
+                 }});
+        }
+    }
+    struct EndOfCall {
+        std::vector<RankState>& states;
+        ~EndOfCall() {
+            for (RankState& state : states)
+                state.deadline = std::chrono::steady_clock::time_point::max();
+        }
+    } end{group_.states_};
+    constexpr int kKind = static_cast<int>(Args::kKind);
+    const HostGroup::Count count = [](Calls& calls, uint64_t number) -> uint64_t& {
+        return kReceives ? calls.received[kKind][number % LowLatencyHeap::kBanks]
+                         : calls.sent[kKind];
+    };
+    if constexpr (kReceives) {
+        group_.run_to_outputs(count, false, args, {std::move(tasks)}, interrupted);
+    } else {
+        group_.run(count, true, {std::move(tasks)}, interrupted);
+    }
+}
+
+template <class Args, class Share>
+void HostLowLatency::run(LowLatencyLaunches launches, const std::vector<Args>& args,
+                         const std::function<bool()>& interrupted, Share share) {
+    using enum LowLatencyLaunches;
+    if (sends(launches)) run_half<Send>(args, interrupted, share);
+    if (receives(launches)) run_half<Receive>(args, interrupted, share);
+}
+
+void HostLowLatency::dispatch(LowLatencyLaunches launches,
+                              const std::vector<LowLatencyDispatchArgs>& args,
+                              const std::function<bool()>& interrupted) {
+    run(launches, args, interrupted,
+        []<LowLatencyLaunches kHalf, bool kLines>(HostWarp& warp, const auto& call,
+                                                  const Team& team) {
+            with_row_kind(call.args.row_kind(), [&]<RowKind kRows>() {
+                low_latency_dispatch<kHalf, kRows, kLines>(warp, call, team);
+            });
+        });
+}
+
+void HostLowLatency::combine(LowLatencyLaunches launches,
+                             const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+                             const std::function<bool()>& interrupted) {
+    with_type(dtype, [&]<class T>() {
+        run(launches, args, interrupted,
+            []<LowLatencyLaunches kHalf, bool kLines>(HostWarp& warp, const auto& call,
+                                                      const Team& team) {
+                low_latency_combine<kHalf, T, kLines>(warp, call, team);
+            });
+    });
+}
 
 }  // namespace ep

@@ -20,30 +20,22 @@ class HostLowLatency {
     ~HostLowLatency();
     HostLowLatency(const HostLowLatency&) = delete;
 
-    // The arguments are those of HostGroup's launches.
-    template <class Warp = HostWarp>
-    void dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
-                       const std::function<bool()>& interrupted = {});
-    template <class Warp = HostWarp>
-    void dispatch_receive(const std::vector<LowLatencyDispatchArgs>& args,
-                          const std::function<bool()>& interrupted = {});
-    template <class Warp = HostWarp>
-    void combine_send(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
-                      const std::function<bool()>& interrupted = {});
-    template <class Warp = HostWarp>
-    void combine_receive(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
-                         const std::function<bool()>& interrupted = {});
+    // The arguments are those of HostGroup's launches. Of both halves the sending one comes first.
+    void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyDispatchArgs>& args,
+                  const std::function<bool()>& interrupted = {});
+    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyCombineArgs>& args,
+                 DType dtype, const std::function<bool()>& interrupted = {});
 
-    HostGroup& group() const { return group_; }
-    const LowLatencyHeap& heap() const { return heap_; }
-    int warps() const { return warps_; }
     // Called together with the group's reset, under its conditions.
     void reset();
 
   private:
-    template <class Warp, class Args, class Body>
-    void launch(Role role, bool receive, const std::vector<Args>& args,
-                const std::function<bool()>& interrupted, Body body);
+    template <LowLatencyLaunches kHalf, class Args, class Share>
+    void run_half(const std::vector<Args>& args, const std::function<bool()>& interrupted,
+                  Share share);
+    template <class Args, class Share>
+    void run(LowLatencyLaunches launches, const std::vector<Args>& args,
+             const std::function<bool()>& interrupted, Share share);
 
     HostGroup& group_;
     LowLatencyHeap heap_;

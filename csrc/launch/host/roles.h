@@ -15,13 +15,8 @@ template <class Add>
 void add_count_roles(const NotifyArgs& args, Add&& add) {
     add(0, [&args](auto&& warp_of, auto&) {
         auto warp = warp_of(Role::Notify);
-        mark_unknown(warp, args);
-        for (int channel = 0; channel < args.layout.channels; ++channel) {
-            if (const int bad = count_channel(warp, args, channel))
-                args.layout.totals().bad_token = bad;
-        }
+        count_own_rows(warp, args, 0, 1, [] {});
         if (args.layout.totals().bad_token) return;
-        sum_channels(warp, args, 0, args.layout.num_experts);
         for (int channel = 0; channel < args.layout.channels; ++channel)
             index_channel(warp, args, channel);
     });
@@ -64,7 +59,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         if (!args.has_intra_rank_pass) continue;
         add(c, [&args, c](auto&& warp_of, auto&) {
             auto warp = warp_of(Role::Launch);
-            write_own_rows(warp, args, c, 0, 1);
+            write_own_rows(warp, args, c, args.heap.channels);
         });
     }
     add(0, [&args](auto&& warp_of, auto&) {

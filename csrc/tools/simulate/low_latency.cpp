@@ -91,18 +91,18 @@ struct VirtualLowLatency::State {
 
     // Runs share(warp, fabric, args, team) on each warp of each rank.
     template <class Args, class ShareOf>
-    VirtualPhase run(Role role, const std::vector<Args>& args, const OnProgress& on_progress,
+    VirtualPhase run(const std::vector<Args>& args, const OnProgress& on_progress,
                      ShareOf&& share) {
+        constexpr Role kRole = role_of(Args::kKind, LowLatencyHalf::Send);
         cluster.call = ++calls;
         VirtualLaunch launch(cluster, cards, settings.num_sms);
         for (int rank = 0; rank < ranks; ++rank) {
             for_warps(settings.num_sms, [&](int block, int warp) {
                 const Team team{warp * settings.num_sms + block, warps};
-                launch.add(rank, block,
-                           [this, rank, role, team, share, &args](VirtualFiber& fiber) {
-                               VirtualWarp one(cluster, fiber, role, team.warp);
-                               share(one, fabrics[rank], args[rank], team);
-                           });
+                launch.add(rank, block, [this, rank, team, share, &args](VirtualFiber& fiber) {
+                    VirtualWarp one(cluster, fiber, kRole, team.warp);
+                    share(one, fabrics[rank], args[rank], team);
+                });
             });
         }
         const Pieces pieces(args.front().format);
@@ -156,22 +156,21 @@ const ControlBlock& VirtualLowLatency::control(int rank) const {
 }
 
 VirtualPhase VirtualLowLatency::dispatch(const OnProgress& on_progress) {
-    const bool quantizes = state_->settings.quantizes;
-    return state_->run(Role::LowLatencySender, state_->dispatch, on_progress,
-                       [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           quantizes ? low_latency_dispatch<RowKind::Quantized, false>(
-                                           warp, next_call(fabric, args), team)
-                                     : low_latency_dispatch<RowKind::Grouped, false>(
-                                           warp, next_call(fabric, args), team);
+    return state_->run(state_->dispatch, on_progress,
+                       [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+                           with_row_kind(args.row_kind(), [&]<RowKind kRows>() {
+                               low_latency_dispatch<LowLatencyLaunches::Both, kRows, false>(
+                                   warp, next_call(fabric, args), team);
+                           });
                        });
 }
 
 VirtualPhase VirtualLowLatency::combine(const OnProgress& on_progress) {
     if (!state_->shares.front().dispatch) throw std::logic_error("a dispatch comes first");
-    return state_->run(Role::LowLatencyCombineSender, state_->combine, on_progress,
+    return state_->run(state_->combine, on_progress,
                        [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           low_latency_combine<BFloat16, false>(warp, next_call(fabric, args),
-                                                                team);
+                           low_latency_combine<LowLatencyLaunches::Both, BFloat16, false>(
+                               warp, next_call(fabric, args), team);
                        });
 }
 

@@ -16,36 +16,18 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
+#define EP_CONSTANT(name) {#name, &Machine::name}
 constexpr std::pair<const char*, double Machine::*> kConstants[] = {
-    {"step", &Machine::step},
-    {"ballot", &Machine::ballot},
-    {"poll", &Machine::poll},
-    {"gather", &Machine::gather},
-    {"flag_store", &Machine::flag_store},
-    {"first_bytes", &Machine::first_bytes},
-    {"warp_copy", &Machine::warp_copy},
-    {"warp_sum", &Machine::warp_sum},
-    {"warp_quantize", &Machine::warp_quantize},
-    {"sm_store", &Machine::sm_store},
-    {"sm_read", &Machine::sm_read},
-    {"sm_sum", &Machine::sm_sum},
-    {"memory", &Machine::memory},
-    {"own_write", &Machine::own_write},
-    {"peer_write", &Machine::peer_write},
-    {"own_flag", &Machine::own_flag},
-    {"peer_flag", &Machine::peer_flag},
-    {"link", &Machine::link},
-    {"link_slack", &Machine::link_slack},
-    {"launch", &Machine::launch},
-    {"join", &Machine::join},
-    {"card", &Machine::card},
-    {"card_message", &Machine::card_message},
-    {"card_post", &Machine::card_post},
-    {"card_doorbell", &Machine::card_doorbell},
-    {"card_way", &Machine::card_way},
-    {"card_signal", &Machine::card_signal},
-    {"card_turn", &Machine::card_turn},
-};
+    EP_CONSTANT(step),          EP_CONSTANT(ballot),       EP_CONSTANT(poll),
+    EP_CONSTANT(gather),        EP_CONSTANT(flag_store),   EP_CONSTANT(first_bytes),
+    EP_CONSTANT(warp_copy),     EP_CONSTANT(warp_sum),     EP_CONSTANT(warp_quantize),
+    EP_CONSTANT(sm_store),      EP_CONSTANT(sm_read),      EP_CONSTANT(sm_sum),
+    EP_CONSTANT(memory),        EP_CONSTANT(own_write),    EP_CONSTANT(peer_write),
+    EP_CONSTANT(own_flag),      EP_CONSTANT(peer_flag),    EP_CONSTANT(link),
+    EP_CONSTANT(link_slack),    EP_CONSTANT(launch),       EP_CONSTANT(join),
+    EP_CONSTANT(card),          EP_CONSTANT(card_message), EP_CONSTANT(card_post),
+    EP_CONSTANT(card_doorbell), EP_CONSTANT(card_way),     EP_CONSTANT(card_signal),
+    EP_CONSTANT(card_turn)};
 
 Machine machine_of(int sms, const py::dict& constants) {
     Machine machine;

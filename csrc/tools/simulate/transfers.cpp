@@ -129,7 +129,7 @@ Layout& VirtualTransfers::State::add_layout(int num_tokens, const int32_t* topk_
     layout.data = share.layout.data();
     share.counts.resize(2 * layout.local_experts());
     notify.push_back(
-        {rank, images.heap, layout, topk_idx, sizeof(int32_t), 1, 0, 0, share.counts.data()});
+        {{topk_idx, sizeof(int32_t), 1, 0, share.counts.data()}, rank, images.heap, layout, 0});
     return notify.back().layout;
 }
 
@@ -251,18 +251,8 @@ VirtualPhase VirtualTransfers::notify(const OnProgress& on_progress) {
         const auto body = [&s, &args, meet, warps, exchangers, roles](VirtualFiber& fiber,
                                                                       int number) {
             VirtualWarp warp(s.cluster, fiber, Role::Notify, 0);
-            if (number == 0) {
-                args.layout.totals() = {};
-                mark_unknown(warp, args);
-            }
-            for (int channel = number; channel < args.layout.channels; channel += warps) {
-                if (const int bad = count_channel(warp, args, channel))
-                    args.layout.totals().bad_token = bad;
-            }
-            meet(warp);
-            for (int expert = number; expert < args.layout.num_experts; expert += warps)
-                sum_channels(warp, args, expert, 1);
-            meet(warp);
+            if (number == 0) args.layout.totals() = {};
+            count_own_rows(warp, args, number, warps, [&] { meet(warp); });
             if (args.layout.totals().bad_token) return;
             for (int channel = number - exchangers;
                  number >= exchangers && channel < args.layout.channels;
@@ -310,13 +300,11 @@ void VirtualTransfers::State::add_own_rows(VirtualLaunch& phase, int first_sm, i
     for (const DispatchArgs& args : dispatch) {
         if (!has_intra_rank_pass(args)) continue;
         for_warps(count, [&](int block, int warp) {
-            const int first = block + warp * count, warps = count * kBlockWarps;
-            const int parts = parts_of_own_rows(args, warps), pieces = settings.channels * parts;
-            if (first >= pieces) return;
-            phase.add(args.rank, first_sm + block, [=, this, &args](auto& fiber) {
-                VirtualWarp warp(cluster, fiber, Role::Launch, 0);
-                for (int piece = first; piece < pieces; piece += warps)
-                    write_own_rows(warp, args, piece / parts, piece % parts, parts);
+            const int number = block + warp * count, warps = count * kBlockWarps;
+            if (number >= settings.channels * parts_of_own_rows(args, warps)) return;
+            phase.add(args.rank, first_sm + block, [=, this, &args](VirtualFiber& fiber) {
+                VirtualWarp one(cluster, fiber, Role::Launch, 0);
+                write_own_rows(one, args, number, warps);
             });
         });
     }
@@ -397,7 +385,6 @@ VirtualPhase VirtualTransfers::combine(const OnProgress& on_progress) {
     s.takes_rows(State::combine_format_of(s.settings), s.settings.combine_bytes, 0,
                  s.settings.combine_slot_bytes);
     const int channels = s.settings.channels, sms = s.settings.num_sms;
-    const int world = s.topology.world();
     const auto roles = roles_for<CombineRoles>(s.topology, sms * kBlockWarps / channels,
                                                s.combine.front().max_receivers());
     const SideSms side(s.cluster.machine.sms, sms);
@@ -409,19 +396,13 @@ VirtualPhase VirtualTransfers::combine(const OnProgress& on_progress) {
     const bool passes = s.settings.sums_apart;
     const auto add_sums = [&](VirtualLaunch& phase) {
         for (const CombineArgs& args : s.combine) {
-            const int pieces = channels * world * args.sum_warps;
             for_warps(side.count, [&](int block, int warp) {
-                const int first = block + warp * side.count, warps = side.count * kBlockWarps;
-                if (first >= pieces) return;
+                const int number = block + warp * side.count, warps = side.count * kBlockWarps;
+                if (number >= pieces_of_sums(args)) return;
                 phase.add(args.rank, side.first + block, [=, &s, &args](VirtualFiber& fiber) {
-                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
+                    VirtualWarp one(s.cluster, fiber, Role::Launch, 0);
                     s.with_fabric(args.rank, false, [&](auto& fabric) {
-                        for (int piece = first; piece < pieces; piece += warps) {
-                            const int queue = piece / args.sum_warps;
-                            sum_rows_of<BFloat16, false>(warp, fabric, args, queue % channels,
-                                                         (args.rank + 1 + queue / channels) % world,
-                                                         piece % args.sum_warps);
-                        }
+                        sum_all_rows<BFloat16, false>(one, fabric, args, number, warps);
                     });
                 });
             });

@@ -140,29 +140,15 @@ class VirtualWarp : public SerialLanes {
         fiber_.row_begun = fiber_.time;
     }
 
-    template <class T, CacheHint>
-    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
-        if (!cluster_.rows_have_bytes) return add(dst, popcount(mask), count * sizeof(T));
-        if (cluster_.sums_rows || !mask) {
-            const T* rows[32];
-            const int num_rows = gather(rows, srcs, mask);
-            sum_rows(static_cast<T*>(dst), rows, num_rows, count);
-        } else {
+    template <class T, CacheHint hint, class Weights>
+    void sum(void* dst, const PerLane<const void*>& srcs, const Weights& weights, uint32_t mask,
+             size_t count) {
+        const bool is_copy = std::is_same_v<Weights, Unweighted> && mask && !cluster_.sums_rows;
+        if (cluster_.rows_have_bytes && is_copy)
             std::memcpy(dst, srcs[lowest_lane(mask)], count * sizeof(T));
-        }
+        else if (cluster_.rows_have_bytes)
+            SerialLanes::sum<T, hint>(dst, srcs, weights, mask, count);
         add(dst, popcount(mask), count * sizeof(T));
-    }
-
-    template <class T, CacheHint>
-    void weighted_sum(void* dst, const PerLane<const void*>& srcs,
-                      const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
-        if (!cluster_.rows_have_bytes) return add(dst, popcount(mask), count * sizeof(T));
-        const T* rows[32];
-        Accumulator<T> row_weights[32];
-        const int num_rows = gather(rows, srcs, mask);
-        gather(row_weights, weights, mask);
-        weighted_sum_rows(static_cast<T*>(dst), rows, row_weights, num_rows, count);
-        add(dst, num_rows, count * sizeof(T));
     }
 
     void quantize(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t count,

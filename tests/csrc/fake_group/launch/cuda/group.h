@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -9,6 +8,7 @@
 #include "core/args.h"
 #include "core/dtypes.h"
 #include "core/incident.h"
+#include "launch/rank_group.h"
 
 namespace ep {
 
@@ -16,15 +16,13 @@ using CudaStream = void*;
 
 // A group without a GPU: where the real one has the host wait or work, this one waits at a gate.
 template <class Gate>
-class CudaGroup {
+class CudaGroup : public RankGroup {
   public:
-    CudaGroup(const Heap& heap, const Gate&, std::vector<int>, const std::vector<char*>&,
-              const std::vector<char*>&, int, int, double)
-        : heap_(heap) {}
+    CudaGroup(const Heap&, const Gate&, std::vector<int>, const std::vector<char*>&,
+              const std::vector<char*>&, int, int, double) {}
 
-    std::vector<Layout::Totals> notify_and_wait(const std::vector<NotifyArgs>&, CudaStream,
-                                                const std::function<void()>& idle,
-                                                const std::vector<DispatchArgs>& = {}) {
+    std::vector<Layout::Totals> notify_and_wait(const std::vector<DispatchCallArgs>&, bool,
+                                                CudaStream, const std::function<void()>& idle) {
         Gate::pass();
         idle();
         return {};
@@ -37,7 +35,7 @@ class CudaGroup {
         idle();
         return {{}};
     }
-    std::array<std::chrono::steady_clock::time_point, 3> count_times() const {
+    std::vector<std::chrono::steady_clock::time_point> count_times() const override {
         using std::chrono::steady_clock, std::chrono::nanoseconds;
         return {steady_clock::time_point(nanoseconds(1)), steady_clock::time_point(nanoseconds(2)),
                 steady_clock::time_point(nanoseconds(3))};
@@ -45,26 +43,18 @@ class CudaGroup {
     void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
     void dispatch_without_wait(const std::vector<DispatchCallArgs>&, CudaStream) { Gate::pass(); }
     void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
-    void drain() const { Gate::pass(); }
-    void listen() {}
-    void note_capture(CudaStream) {}
-    int graphs() const { return 0; }
-    bool orders_graphs() const { return true; }
-    void retire() {}
+    void drain() const override { Gate::pass(); }
     void reset() { Gate::pass(); }
 
-    uint64_t aborted() const { return 0; }
-    void abort(Outcome, const std::string&) {}
-    std::vector<ControlBlock> control_blocks() const { return {}; }
-    int first_in_reach() const { return 0; }
-    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t) const { return {}; }
-    const ControlBlock& report(size_t) const { return report_; }
-    const std::vector<int>& ranks() const { return ranks_; }
-    const Heap& heap() const { return heap_; }
+    uint64_t aborted() const override { return 0; }
+    void abort(Outcome, const std::string&) override {}
+    std::vector<ControlBlock> control_blocks() const override { return {}; }
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t) const override {
+        return {};
+    }
+    const ControlBlock& report(size_t) const override { return report_; }
 
   private:
-    std::vector<int> ranks_{0};
-    Heap heap_;
     ControlBlock report_{};
 };
 

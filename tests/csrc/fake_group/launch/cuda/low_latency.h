@@ -11,9 +11,8 @@ namespace ep {
 template <class Gate>
 class CudaLowLatency {
   public:
-    CudaLowLatency(const CudaGroup<Gate>& group, const LowLatencyHeap& heap, const Gate&,
-                   const std::vector<char*>&, int blocks)
-        : group_(group), heap_(heap), blocks_(blocks) {}
+    CudaLowLatency(const CudaGroup<Gate>&, const LowLatencyHeap&, const Gate&,
+                   const std::vector<char*>&, int) {}
 
     void dispatch(LowLatencyLaunches, const std::vector<LowLatencyDispatchArgs>&,
                   CudaStream) const {
@@ -24,15 +23,6 @@ class CudaLowLatency {
         Gate::pass();
     }
     void reset() { Gate::pass(); }
-
-    const std::vector<int>& ranks() const { return group_.ranks(); }
-    const LowLatencyHeap& heap() const { return heap_; }
-    int warps() const { return blocks_ * 32; }
-
-  private:
-    const CudaGroup<Gate>& group_;
-    LowLatencyHeap heap_;
-    int blocks_;
 };
 
 }  // namespace ep
