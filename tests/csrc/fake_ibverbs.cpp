@@ -9,26 +9,7 @@
 // cards listen to bells and carry out what lies in the rings (fake_mlx5.h).
 //
 // Facts of the cards are settings, "name=value" of the variable FAKE_IBVERBS, separated by commas,
-// and of the function fake_ibverbs_set:
-//
-//     devices (1), down (0), atomics (1), ethernet (1), iwarp (0), gids (4)
-//     address       the last of 10.99.0.x (1)
-//     network       the third of it (0): cards of different ones do not reach each other
-//     astray        number of the card whose network is 9 instead (-1: none)
-//     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
-//     unregistered  registering memory fails with this errno (0)
-//     unposted      posting a request fails with this errno (0)
-//     unforkable    the library cannot provide for forks any more, with this errno (0) ...
-//     copies        ... and whether the kernel does (0)
-//     traffic_class, service_level, pkey_index, ack_timeout, retries
-//                   what connections must be made with (-1: anything)
-//     seed          what is late, and by how much; 0: nothing
-//     silent        number of the card that says nothing (-1: none)
-//     silent_after  requests that a card carries out before it says nothing any more; -1: all
-//     refused_after requests that a card carries out before it refuses all memory; -1: all
-//     retry_ms      until a card gives up (60,000: no busy machine makes it)
-//     mlx5          whether the cards are of this driver (1)
-//     stride        bytes from an entry of a ring to the next one, as the driver says (64)
+// and of the function fake_ibverbs_set.
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -89,13 +70,25 @@ class Settings {
   private:
     std::mutex mutex_;
     std::map<std::string, long long> values_ = {
-        {"devices", 1},      {"down", 0},           {"atomics", 1},        {"ethernet", 1},
-        {"iwarp", 0},        {"gids", 4},           {"address", 1},        {"network", 0},
-        {"astray", -1},      {"slow", -1},          {"unregistered", 0},   {"seed", 0},
-        {"unposted", 0},     {"silent_after", -1},  {"refused_after", -1}, {"retry_ms", 60'000},
-        {"silent", -1},      {"mlx5", 1},           {"stride", 64},        {"unforkable", 0},
-        {"copies", 0},       {"traffic_class", -1}, {"service_level", -1}, {"pkey_index", -1},
-        {"ack_timeout", -1}, {"retries", -1}};
+        {"devices", 1},        {"down", 0},        {"atomics", 1},      {"ethernet", 1},
+        {"iwarp", 0},          {"gids", 4},        {"address", 1},  // the last of 10.99.0.x
+        {"network", 0},       // the third of it: cards of different ones do not reach each other
+        {"astray", -1},       // number of the card whose network is 9 instead; -1: none
+        {"slow", -1},         // number of the card that takes 20 ms for each write of 4 KB or more
+        {"unregistered", 0},  // registering memory fails with this errno
+        {"unposted", 0},      // posting a request fails with this errno
+        {"unforkable", 0},    // the library cannot provide for forks any more, with this errno ...
+        {"copies", 0},        // ... and whether the kernel does
+        {"traffic_class", -1},  // with which connections must be made; -1: any
+        {"service_level", -1}, {"pkey_index", -1}, {"ack_timeout", -1}, {"retries", -1},
+        {"seed", 0},            // what is late, and by how much; 0: nothing
+        {"silent", -1},         // number of the card that says nothing; -1: none
+        {"silent_after", -1},   // requests that a card carries out before it says nothing any more
+        {"refused_after", -1},  // requests that a card carries out before it refuses all memory
+        {"retry_ms", 60'000},   // until a card gives up: no busy machine makes it
+        {"mlx5", 1},            // whether the cards are of this driver
+        {"stride", 64},         // bytes from an entry of a ring to the next one, as the driver says
+    };
 };
 
 Settings& settings() {

@@ -473,135 +473,102 @@ struct LowLatencyProgram {
         return calls[c].is_combine ? combine_errors(rank, c) : dispatch_errors(rank, c);
     }
 
-    // Whether a token is among the first that arrive at a rank, which keep their rows.
-    bool keeps_rows(size_t c, int rank, int source, size_t token) const {
-        const int local_experts = experts / topology.world();
-        int64_t left = limit_of(c);
-        if (!left) return true;
-        for (int from = 0; from <= source; ++from) {
-            const std::vector<int32_t>& ids = parts[from][c].ids;
-            const size_t end = from == source ? token * topk : ids.size();
-            for (size_t first = 0; first < end; first += topk)
-                left -= std::any_of(&ids[first], &ids[first] + topk, [&](int32_t expert) {
-                    return expert >= 0 && expert / local_experts == rank;
-                });
-        }
-        return left > 0;
+    bool is_at(int rank, int32_t expert) const {
+        return expert >= 0 && expert / heap.local_experts() == rank;
     }
 
-    // Whether a token has a row at one of its experts.
-    bool has_row(size_t c, int source, size_t token, int expert) const {
-        if (!limit_of(c)) return true;
-        const int local_experts = experts / topology.world(), rank = expert / local_experts;
-        if (is_flat(c)) return keeps_rows(c, rank, source, token);
-        int64_t before = 0;
-        for (int from = 0; from < topology.world(); ++from) {
-            const std::vector<int32_t>& ids = parts[from][c].ids;
+    // A row of a dispatch: which choice of its source it is for, or, if it is flat, the first one
+    // of its token; and whether there is room for it.
+    struct Row {
+        int source;
+        size_t choice;
+        bool is_kept;
+    };
+
+    // Those of a rank, of the sources that take part, in order.
+    std::vector<Row> rows_at(int rank, size_t c) const {
+        const size_t room = max_rows(c);
+        std::vector<Row> arriving, rows;  // arriving: of each token one
+        std::vector<std::vector<Row>> of_expert(heap.local_experts());
+        for (int source = 0; source < topology.world(); ++source) {
+            if (heap.masking && !parts[rank][c].dispatch.layout.active(source)) continue;
+            const std::vector<int32_t>& ids = parts[source][c].ids;
             for (size_t i = 0; i < ids.size(); ++i) {
-                const bool is_earlier = from < source || (from == source && i / topk < token);
-                before += ids[i] >= rank * local_experts &&
-                          (ids[i] < expert || (ids[i] == expert && is_earlier));
+                if (!is_at(rank, ids[i])) continue;
+                const size_t first = i / topk * topk;
+                const bool is_new = arriving.empty() || arriving.back().source != source ||
+                                    arriving.back().choice != first;
+                if (is_new) arriving.push_back({source, first, arriving.size() < room});
+                const int expert = ids[i] % heap.local_experts();
+                of_expert[expert].push_back({source, i, arriving.back().is_kept});
             }
         }
-        return before < limit_of(c) && keeps_rows(c, rank, source, token);
+        if (is_flat(c)) return arriving;
+        for (const std::vector<Row>& own : of_expert) {
+            for (Row row : own) {
+                row.is_kept &= rows.size() < room;
+                rows.push_back(row);
+            }
+        }
+        return rows;
     }
 
     int dispatch_errors(int rank, size_t c) const {
         const Part& own = parts[rank][c];
-        const int local_experts = experts / topology.world();
-        if (is_flat(c)) return flat_errors(rank, c);
-        size_t row = 0;
+        const int local_experts = heap.local_experts();
+        const bool flat = is_flat(c);
+        const size_t room = max_rows(c), columns = flat ? topk : 1;
+        const std::vector<Row> rows = rows_at(rank, c);
         int wrong = 0;
-        for (int expert = rank * local_experts; expert < (rank + 1) * local_experts; ++expert) {
-            const auto first = static_cast<int64_t>(row);
-            for (int source = 0; source < topology.world(); ++source) {
-                if (heap.masking && !own.dispatch.layout.active(source)) continue;
-                const Part& from = parts[source][c];
-                for (size_t i = 0; i < from.ids.size(); ++i) {
-                    if (from.ids[i] != expert) continue;
-                    const size_t token = i / topk;
-                    if (!has_row(c, source, token, expert)) {
-                        const bool is_there = static_cast<int64_t>(row) < own.dispatch.max_rows;
-                        for (int k = 0; k < hidden && is_there; ++k)
-                            wrong += own.rows[row * hidden + k] != 0;
-                        wrong += own.row_weights[row] != (is_there ? 0 : -1);
-                        ++row;
-                        continue;
-                    }
-                    wrong += fp8 ? fp8_row_differs(own, row, from, token, format_of(c))
-                                 : std::memcmp(&own.rows[row * hidden], &from.x[token * hidden],
-                                               hidden * sizeof(float)) != 0;
-                    wrong += own.row_weights[row] != from.weights[i];
-                    ++row;
-                }
+        for (size_t row = 0; row < rows.size(); ++row) {
+            const auto [source, choice, is_kept] = rows[row];
+            const Part& from = parts[source][c];
+            for (size_t k = 0; k < columns; ++k) {
+                const int32_t id = from.ids[choice + k];
+                const float weight = is_at(rank, id) ? from.weights[choice + k] : 0;
+                const float none = row < room ? 0 : -1;
+                wrong += own.row_weights[row * columns + k] != (is_kept ? weight : none);
+                if (flat && is_kept)
+                    wrong += own.experts[row * columns + k] !=
+                             (is_at(rank, id) ? id % local_experts : -1);
             }
-            const int64_t rows = static_cast<int64_t>(row) - first;
-            for (const int copy : {0, local_experts})
-                wrong += own.tokens_per_expert[copy + expert - rank * local_experts] != rows;
+            const float* x = &own.rows[row * hidden];
+            const size_t token = choice / topk;
+            if (is_kept && fp8)
+                wrong += fp8_row_differs(own, row, from, token, format_of(c));
+            else if (is_kept)
+                wrong += !std::equal(x, x + hidden, &from.x[token * hidden]);
+            else if (!flat && row < room)
+                wrong += std::count(x, x + hidden, 0) != hidden;
         }
-        const size_t room = own.dispatch.max_rows;
-        for (size_t end = row; c % 2 && end < room; ++end) wrong += own.row_weights[end] != 0;
+        const bool is_marked = c % 2;
+        for (size_t end = rows.size() * columns; end < room * columns; ++end) {
+            if (flat || is_marked) wrong += own.row_weights[end] != (is_marked ? 0 : -1);
+            if (flat) wrong += own.experts[end] != (is_marked ? -1 : -2);
+        }
+        std::vector<int64_t> counts(local_experts);
         for (int source = 0; source < topology.world(); ++source) {
             const std::vector<int32_t>& ids = parts[source][c].ids;
-            int64_t tokens = 0;
-            for (size_t first = 0; first < ids.size(); first += topk)
-                tokens += std::any_of(&ids[first], &ids[first] + topk, [&](int32_t expert) {
-                    return expert >= 0 && expert / local_experts == rank;
-                });
+            const bool is_active = !heap.masking || own.dispatch.layout.active(source);
+            std::set<size_t> tokens;
+            for (size_t i = 0; i < ids.size(); ++i) {
+                if (!is_at(rank, ids[i])) continue;
+                counts[ids[i] % local_experts] += is_active;
+                tokens.insert(i / topk);
+            }
+            const auto sent = static_cast<int64_t>(tokens.size());
             const int64_t counted = own.recv_rows[source];  // over all replays so far
-            const int64_t least = tokens && !heap.masking;
-            wrong += tokens ? counted < least || counted % tokens : counted;
+            const int64_t least = sent && !heap.masking;
+            wrong += sent ? counted < least || counted % sent : counted;
             wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
         }
-        return wrong + rows_differ(own, local_experts, c, row);
-    }
-
-    // Whether the number of rows is wrong for combine, or for a host that waits for it.
-    static int rows_differ(const Part& own, int local_experts, size_t c, size_t rows) {
-        return std::cmp_not_equal(own.dispatch.layout.start(local_experts), rows) +
-               std::cmp_not_equal(own.reported.expert_rows, rows) + (own.reported.ticket != c + 1);
-    }
-
-    int flat_errors(int rank, size_t c) const {
-        const Part& own = parts[rank][c];
-        const int local_experts = experts / topology.world();
-        const int64_t room = own.dispatch.max_rows;
-        std::vector<int64_t> counts(local_experts);
-        int64_t row = 0;
-        int wrong = 0;
-        auto local = [&](int32_t expert) {
-            return expert / local_experts == rank && expert >= 0 ? expert % local_experts : -1;
-        };
-        for (const std::vector<Part>& of_rank : parts) {
-            const Part& from = of_rank[c];
-            for (size_t first = 0; first < from.ids.size(); first += topk) {
-                bool is_here = false;
-                for (int k = 0; k < topk; ++k) {
-                    const int expert = local(from.ids[first + k]);
-                    if (expert >= 0) ++counts[expert];
-                    is_here |= expert >= 0;
-                }
-                if (!is_here || row++ >= room) continue;
-                wrong += std::memcmp(&own.rows[(row - 1) * hidden], &from.x[first / topk * hidden],
-                                     hidden * sizeof(float)) != 0;
-                for (int k = 0; k < topk; ++k) {
-                    const int expert = local(from.ids[first + k]);
-                    wrong += own.experts[(row - 1) * topk + k] != expert;
-                    wrong += own.row_weights[(row - 1) * topk + k] !=
-                             (expert < 0 ? 0 : from.weights[first + k]);
-                }
-            }
-        }
-        for (int64_t end = row * topk; end < room * topk; ++end) {
-            wrong += own.experts[end] != (c % 2 ? -1 : -2);
-            wrong += own.row_weights[end] != (c % 2 ? 0 : -1);
-        }
-        for (int expert = 0; expert < local_experts; ++expert) {
-            for (const int copy : {0, local_experts})
-                wrong += own.tokens_per_expert[copy + expert] != counts[expert];
-        }
-        wrong += own.dispatch.layout.overflow() != (row > room);
-        return wrong + rows_differ(own, local_experts, c, row);
+        for (int i = 0; i < 2 * local_experts; ++i)
+            wrong += own.tokens_per_expert[i] != counts[i % local_experts];
+        if (flat) wrong += own.dispatch.layout.overflow() != (rows.size() > room);
+        // for combine, and for a host that waits for it
+        return wrong + std::cmp_not_equal(own.dispatch.layout.start(local_experts), rows.size()) +
+               std::cmp_not_equal(own.reported.expert_rows, rows.size()) +
+               (own.reported.ticket != c + 1);
     }
 
     bool fp8_row_differs(const Part& own, size_t row, const Part& from, size_t token,
@@ -619,23 +586,28 @@ struct LowLatencyProgram {
     }
 
     int combine_errors(int rank, size_t c) const {
+        const size_t dispatch = calls[c].dispatch;
         const Part& own = parts[rank][c];
-        const Part& sent = parts[rank][calls[c].dispatch];
+        const Part& sent = parts[rank][dispatch];
+        std::vector<bool> is_kept(sent.ids.size(), !limit_of(dispatch));
+        for (int other = 0; limit_of(dispatch) && other < topology.world(); ++other) {
+            for (const Row& row : rows_at(other, dispatch)) {
+                for (int k = 0; row.source == rank && k < (is_flat(dispatch) ? topk : 1); ++k) {
+                    if (is_at(other, sent.ids[row.choice + k]))
+                        is_kept[row.choice + k] = row.is_kept;
+                }
+            }
+        }
         int wrong = 0;
         for (size_t token = 0; token < sent.ids.size() / topk; ++token) {
             int choices = 0;
             std::set<int> ranks;
-            for (int k = 0; k < topk; ++k) {
-                bool chose = sent.ids[token * topk + k] >= 0;
-                if (heap.masking) chose &= own.y_values[token * topk + k] != 0;
-                chose =
-                    chose && has_row(calls[c].dispatch, rank, token, sent.ids[token * topk + k]);
-                const int choice = is_flat(calls[c].dispatch)
-                                       ? sent.ids[token * topk + k] / heap.local_experts()
-                                       : k;
+            for (size_t i = token * topk; i < (token + 1) * topk; ++i) {
+                bool chose = sent.ids[i] >= 0 && is_kept[i];
+                if (heap.masking) chose &= own.y_values[i] != 0;
+                const int choice = is_flat(dispatch) ? sent.ids[i] / heap.local_experts() : i;
                 choices += chose && ranks.insert(choice).second;
-                wrong +=
-                    own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);
+                wrong += own.y_values[i] != (chose ? sent.weights[i] : 0);
             }
             for (int i = 0; i < hidden; ++i)
                 wrong += own.y[token * hidden + i] != choices * sent.x[token * hidden + i];
