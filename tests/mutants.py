@@ -48,14 +48,13 @@ SOURCES = {
 TARGETS = {"send_queue": "send_queue", "direct": "verbs"}  # the others': simt_NAME
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
-PLANNED = ["planned", "5", "8"]
 RUNS = {
     "rows": [["quotients"], ["0", "300"]],
-    "router": [[]],
-    "p2p": [["given_up"], ["drain"], PLANNED, *SEEDS, ["absent"], ["unfit"]],
-    "nccl": [["put"], PLANNED, *SEEDS[:5]],
-    "nvshmem": [["drain"], ["put"], PLANNED, *SEEDS],
-    "queue": [["full"], ["turns"], ["told"], ["put"], PLANNED, *SEEDS],
+    "router": [["configurations"]],
+    "p2p": [["given_up"], ["drain"], *SEEDS, ["absent"], ["unfit"]],
+    "nccl": [["put"], *SEEDS[:5]],
+    "nvshmem": [["drain"], ["put"], *SEEDS],
+    "queue": [["full"], ["turns"], ["told"], ["put"], *SEEDS],
     "low_latency": [["arrive"], *SEEDS, ["absent"], ["masked"]],
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],

@@ -1,9 +1,7 @@
-// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the
+// The CUDA kernels, lane by lane on the host (simt/simt.h): for random programs they must give the
 // bits that the host gives.
 //
 //     device_warp FIRST_SEED END_SEED
-//     device_warp planned FIRST_SEED END_SEED
-//                                          with layouts that all ranks know beforehand
 //     device_warp absent
 //     device_warp incident
 //     device_warp waits
@@ -16,17 +14,14 @@
 
 #include "normal_failures.h"
 // after it
-#include "launch/host/group.h"
 #include "programs.h"
-#include "random_moves.h"
 
 namespace ep {
 namespace {
 
 template <class Args>
 bool any_intra_rank_pass(const std::vector<Args>& args) {
-    return std::any_of(args.begin(), args.end(),
-                       [](const Args& a) { return has_intra_rank_pass(a); });
+    return std::ranges::any_of(args, [](const Args& a) { return has_intra_rank_pass(a); });
 }
 
 void dispatch_on(Grid& grid, const std::vector<DispatchArgs>& args) {
@@ -75,211 +70,173 @@ void combine_on(Grid& grid, const Combine& params, DType dtype, bool any_intra_r
     });
 }
 
-void expect_equal(int rank, const std::string& what, const Memory& ours, const Memory& expected) {
-    if (std::memcmp(ours.data(), expected.data(), expected.bytes()) == 0) return;
-    size_t i = 0;
-    while (ours.data()[i] == expected.data()[i]) ++i;
-    const std::string text = what + " of rank " + std::to_string(rank) + " differs at byte " +
-                             std::to_string(i) + " of " + std::to_string(expected.bytes());
+// A program on GPUs, launch after launch.
+class Launches {
+  public:
+    Launches(NormalProgram& program, uint64_t seed) : program_(program), grid_(program, seed) {
+        for (size_t call = 0; call < program.calls.size(); ++call) {
+            switch (program.calls[call].kind) {
+                case NormalProgram::Kind::Notify:
+                    if (is_fused(call))
+                        fused_dispatch(call++);
+                    else
+                        notify(call);
+                    break;
+                case NormalProgram::Kind::Dispatch:
+                    dispatch(call);
+                    break;
+                case NormalProgram::Kind::Combine:
+                    combine(call);
+            }
+            check_counted();
+        }
+        grid_.check_reset_signals();
+    }
+
+  private:
+    // f(rank) of each rank.
+    template <class F>
+    auto of_ranks(F&& f) const {
+        std::vector<std::decay_t<decltype(f(0))>> all;
+        for (int rank = 0; rank < program_.topology.world(); ++rank) all.push_back(f(rank));
+        return all;
+    }
+    const NotifyArgs& notify_of(size_t call, int rank) const {
+        return program_.handles[program_.calls[call].handle].shares[rank].notify;
+    }
+
+    void notify(size_t call) {
+        const int blocks = std::min(grid_.pick(1, 4), 2);  // which meet
+        const int warps = std::max(blocks * kBlockWarps, program_.heap.channels + 1);
+        const auto args = of_ranks([&](int rank) { return notify_of(call, rank); });
+        grid_.launch(kernels::notify_kernel<Notify>, grid_.params<Notify>(args, warps));
+        ++notifies_;
+    }
+
+    // Whether the dispatch behind a notify does what the notify would do.
+    bool is_fused(size_t call) {
+        return call + 1 < program_.calls.size() && program_.calls[call + 1].fills_tables &&
+               program_.calls[call + 1].handle == program_.calls[call].handle &&
+               program_.topology.nodes == 1 && program_.topology.world() > 1 && grid_.pick(0, 1);
+    }
+    void fused_dispatch(size_t call) {
+        const auto args = of_ranks([&](int rank) {
+            DispatchArgs dispatch = program_.parts[call + 1][rank].dispatch;
+            dispatch.has_intra_rank_pass = false;
+            return DispatchCallArgs{dispatch, notify_of(call, rank)};
+        });
+        grid_.launch(kernels::fused_dispatch_kernel<FusedDispatch>,
+                     grid_.params_of_roles<FusedDispatch>(args));
+        ++notifies_;
+        ++transfers_;
+    }
+
+    void dispatch(size_t call) {
+        auto args = of_ranks([&](int rank) { return program_.parts[call][rank].dispatch; });
+        const bool is_planned = args[0].layout.is_planned;
+        const auto waited = other_waits();
+        if (args[0].fills_tables && !is_planned && grid_.pick(0, 1))
+            dispatch_too_early(grid_, args, grid_.pick(0, 3));
+        dispatch_on(grid_, args);
+        ++transfers_;
+        if (is_planned) check_planned(waited);
+    }
+
+    void combine(size_t call) {
+        std::vector<NormalProgram::Part>& parts = program_.parts[call];
+        const NormalProgram::Call& of = program_.calls[call];
+        const auto args = of_ranks([&](int rank) { return parts[rank].combine; });
+        const auto params = grid_.params_of_roles<Combine>(args, parts[0].receivers);
+        const bool passes = any_intra_rank_pass(args);
+        const auto reverse = [&] {
+            for (NormalProgram::Part& part : parts) std::ranges::reverse(part.x);
+        };
+        const auto run = [&] {
+            (of.weighted ? combine_on<true> : combine_on<false>)(grid_, params, of.dtype, passes);
+            ++transfers_;
+        };
+        if (passes) {  // twice, as a graph replays a call: at first with other rows
+            reverse();
+            run();
+            reverse();
+        }
+        run();
+    }
+
+    // How long each rank has waited for each, made other numbers than when the last call began.
+    std::vector<std::vector<uint64_t>> other_waits() const {
+        return of_ranks([&](int rank) {
+            std::vector<uint64_t> waited;
+            for (int other = 0; other < program_.topology.world(); ++other)
+                waited.push_back(++grid_.waited(rank)[other]);
+            return waited;
+        });
+    }
+    // No notify begins a call by a plan: its dispatch notes what was waited before, and says what
+    // it is.
+    void check_planned(const std::vector<std::vector<uint64_t>>& waited) const {
+        for (const RankState& state : program_.states) {
+            const auto& own = waited[state.rank];
+            const char* before = program_.heaps[state.rank] + program_.heap.waited_before();
+            if (std::memcmp(before, own.data(), own.size() * sizeof(uint64_t)) != 0)
+                simt::die("a call by a plan does not begin");
+            const uint64_t word = state.control->sends_in(Sends::Mode::Transfer, transfers_);
+            if (Sends::of(word).kind != Sends::Kind::PlannedDispatch)
+                simt::die("a call by a plan does not say that it is one");
+        }
+    }
+    void check_counted() const {
+        for (const RankState& state : program_.states) {
+            for (const Calls& calls : {state.control->entered, state.control->finished}) {
+                if (calls.notify != notifies_ || calls.transfer != transfers_)
+                    simt::die("calls are not counted");
+            }
+        }
+    }
+
+    NormalProgram& program_;
+    Grid grid_;
+    uint64_t notifies_ = 0, transfers_ = 0;
+};
+
+template <class T>
+void expect_equal(const std::string& what, const Tensor<T>& ours, const Tensor<T>& expected) {
+    if (ours == expected) return;
+    const auto at = std::ranges::mismatch(ours, expected).in1 - ours.begin();
+    const std::string text =
+        what + " differs at " + std::to_string(at) + " of " + std::to_string(expected.size());
     simt::die(text.c_str());
 }
 
-// Tensors for a call on each side. Returns the rows of each rank's expert-grouped output.
-std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vector<Layout>& layouts,
-                                  std::initializer_list<Side*> sides) {
-    std::vector<int64_t> rows;
-    for (const Layout& layout : layouts) {
-        const Layout::Totals& totals = layout.totals();
-        const int all = c.flat ? totals.received_rows : totals.expert_rows;
-        rows.push_back(c.fixed_rows ? 1 + all * static_cast<int>(seed % 4 + 1) / 4 : all);
-    }
-    for (Side* side : sides) {
-        side->tensors.clear();
-        for (size_t rank = 0; rank < layouts.size(); ++rank) {
-            const Layout::Totals& totals = layouts[rank].totals();
-            const size_t room = rows[rank];
-            side->tensors.push_back(tensors_of(
-                c, c.tokens[rank], room,
-                c.flat ? room : std::min<size_t>(totals.received_rows, room), totals.rail_rows));
+void run_program(uint64_t seed) {
+    const auto program = [&](SimulatedNetwork* network) {
+        return NormalProgram(seed, network, {3, 3}, NormalProgram::Sizes::OfBlocks);
+    };
+    SimulatedNetwork network;
+    NormalProgram host = program(&network), gpu = program(nullptr);
+    SeededExecutor(seed, &network).run(host.tasks<HostWarp, HostFabric>());
+    if (host.aborted()) simt::die("the host gave up");
+    const Launches launches(gpu, seed);
+    for (int rank = 0; rank < gpu.topology.world(); ++rank) {
+        const std::string of_rank = " of rank " + std::to_string(rank);
+        for (size_t handle = 0; handle < gpu.handles.size(); ++handle) {
+            const auto &ours = gpu.handles[handle].shares[rank],
+                       &expected = host.handles[handle].shares[rank];
+            const std::string of = of_rank + ", handle " + std::to_string(handle);
+            expect_equal("layout" + of, ours.layout, expected.layout);
+            expect_equal("tokens per expert" + of, ours.counts, expected.counts);
+            expect_equal("dst_rows" + of, ours.dst_rows, expected.dst_rows);
+            expect_equal("rail experts" + of, ours.rail, expected.rail);
+            expect_equal("source tokens" + of, ours.source_tokens, expected.source_tokens);
+        }
+        for (size_t call = 0; call < gpu.calls.size(); ++call) {
+            const auto &ours = gpu.parts[call][rank], &expected = host.parts[call][rank];
+            const std::string of = of_rank + ", call " + std::to_string(call);
+            expect_equal("x or y" + of, ours.out, expected.out);
+            expect_equal("scales" + of, ours.out_scales, expected.out_scales);
+            expect_equal("weights" + of, ours.out_weights, expected.out_weights);
         }
     }
-    return rows;
-}
-
-void check_counted(const Side& side, uint64_t notifies, uint64_t call) {
-    for (const Memory& heap : side.heaps) {
-        const ControlBlock* block = heap.as<ControlBlock>();
-        const bool is_counted = block->entered.notify == notifies &&
-                                block->finished.notify == notifies &&
-                                block->entered.transfer == call && block->finished.transfer == call;
-        if (!is_counted) simt::die("calls are not counted");
-    }
-}
-
-using Waited = std::vector<std::vector<uint64_t>>;
-
-// How long each rank has waited for each, made other numbers than when the last call began.
-Waited other_waits(const Case& c, const Side& side) {
-    Waited of_ranks;
-    for (const Memory& heap : side.heaps) {
-        uint64_t* waited = reinterpret_cast<uint64_t*>(heap.data() + c.heap.waited());
-        of_ranks.emplace_back();
-        for (int other = 0; other < c.topology.world(); ++other)
-            of_ranks.back().push_back(++waited[other]);
-    }
-    return of_ranks;
-}
-
-// No notify begins a call by a plan: its dispatch notes what was waited before, and says what it
-// is.
-void check_planned(const Case& c, const Side& side, const Waited& waited, uint64_t call) {
-    for (size_t rank = 0; rank < side.heaps.size(); ++rank) {
-        const Memory& heap = side.heaps[rank];
-        const size_t bytes = waited[rank].size() * sizeof(uint64_t);
-        if (std::memcmp(heap.data() + c.heap.waited_before(), waited[rank].data(), bytes))
-            simt::die("a call by a plan does not begin");
-        const uint64_t word = heap.as<ControlBlock>()->sends_in(Sends::Mode::Transfer, call);
-        if (Sends::of(word).kind != Sends::Kind::PlannedDispatch)
-            simt::die("a call by a plan does not say that it is one");
-    }
-}
-
-void expect_same_results(int rank, const Side& gpu, const Side& host) {
-    const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
-    expect_equal(rank, "layout", gpu.layouts[rank], host.layouts[rank]);
-    expect_equal(rank, "dst_rows", ours.dst_rows, expected.dst_rows);
-    expect_equal(rank, "rail experts", ours.rail, expected.rail);
-    expect_equal(rank, "source tokens", ours.source_tokens, expected.source_tokens);
-    expect_equal(rank, "x", ours.out, expected.out);
-    expect_equal(rank, "scales", ours.out_scales, expected.out_scales);
-    expect_equal(rank, "weights", ours.out_weights, expected.out_weights);
-    expect_equal(rank, "y", ours.y, expected.y);
-    expect_equal(rank, "gradients of weights", ours.y_weights, expected.y_weights);
-}
-
-void run_case(uint64_t seed, bool is_planned) {
-    Case c(seed);
-    const int world = c.topology.world();
-    if (is_planned) c.fixed_rows = false;
-    Side host, gpu;
-    std::vector<int> ranks;
-    std::vector<char*> host_heaps;
-    for (int rank = 0; rank < world; ++rank) {
-        ranks.push_back(rank);
-        for (Side* side : {&host, &gpu}) side->heaps.emplace_back(c.heap.bytes(), 0, "a heap");
-        host_heaps.push_back(host.heaps.back().data());
-    }
-    HostGroup group(c.heap, ranks, host_heaps, Schedule{}, std::chrono::seconds(20));
-    Grid grid(c, gpu);
-    uint64_t call = 0, replays = 0;
-    for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
-        const bool weighted = (epoch + seed) % 2;
-        std::optional<RandomMoves> plan;
-        if (is_planned) c.tokens = plan.emplace(c.random, c.topology, 14, c.format.topk).tokens;
-        std::vector<Inputs> inputs;
-        for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
-        auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
-        for (auto* layouts : {&host_layouts, &gpu_layouts})
-            for (Layout& layout : *layouts) layout.is_planned = is_planned;
-        const auto notify = notify_args(c, inputs, gpu_layouts, 0, gpu);
-        const bool is_fused = !is_planned && c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
-        if (is_planned) {
-            for (int rank = 0; rank < world; ++rank) {
-                for (const auto& layouts : {host_layouts, gpu_layouts})
-                    plan->lay_out(layouts[rank], rank, epoch);
-            }
-        } else {
-            group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
-        }
-        if (!is_fused && !is_planned) {
-            const int blocks = static_cast<int>(1 + seed % 2);  // which meet
-            const int warps = std::max(blocks * kBlockWarps, c.heap.channels + 1);
-            grid.launch(kernels::notify_kernel<Notify>, grid.params<Notify>(notify, warps));
-            for (int rank = 0; rank < world; ++rank)
-                expect_equal(rank, "layout", gpu.layouts[rank], host.layouts[rank]);
-        }
-
-        const std::vector<int64_t> rows = make_tensors(c, seed, host_layouts, {&host, &gpu});
-        std::vector<Memory> expert_out, gradients, row_weights;
-        std::vector<DispatchArgs> dispatch[2];
-        std::vector<CombineArgs> combine[2];
-        const bool may_pass[] = {c.pick(0, 1) == 0, c.pick(0, 1) == 0};  // dispatch, combine
-        const int sum_warps = c.pick(1, CombineArgs::kMaxSumWarps);
-        ++call;
-        for (int rank = 0; rank < world; ++rank) {
-            expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
-            gradients.emplace_back(
-                rows[rank] * (c.flat ? c.format.topk : 1) * c.format.weight_bytes, 0x55);
-            fill(c.random, expert_out.back(), c.dtype);
-            row_weights.emplace_back(
-                weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
-                         : 0);
-            fill(c.random, row_weights.back(), c.dtype == DType::fp64 ? c.dtype : DType::fp32, 3);
-        }
-        for (const int on_gpu : {0, 1}) {
-            const Side& side = on_gpu ? gpu : host;
-            const auto& layouts = on_gpu ? gpu_layouts : host_layouts;
-            for (int rank = 0; rank < world; ++rank) {
-                const Tensors& t = side.tensors[rank];
-                const Inputs& in = inputs[rank];
-                dispatch[on_gpu].push_back(
-                    dispatch_args(transfer_args(c, rank, layouts[rank], t, rows[rank], call), in, t,
-                                  may_pass[0] && !is_fused && c.pick(0, 1) && !c.flat));
-                dispatch[on_gpu].back().source_tokens = t.source_tokens.as<int32_t>();
-                dispatch[on_gpu].back().has_all_weights = c.flat && seed / 4 % 2;
-                dispatch[on_gpu].back().fills_tables = c.flat || is_planned;
-                combine[on_gpu].push_back(
-                    {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
-                     expert_out[rank].data(), gradients[rank].data(), t.y.data(),
-                     t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
-                     may_pass[1] && c.pick(0, 1) && !c.flat ? t.sums.data() : nullptr, sum_warps});
-                const int biases = static_cast<int>(seed % 3);
-                if (biases > 0) combine[on_gpu].back().bias[0] = in.x.data();
-                if (biases > 1) combine[on_gpu].back().bias[1] = in.x.data();
-            }
-        }
-        ++call;
-        group.dispatch<HostWarp>(dispatch[0]);
-        if (is_fused) {
-            std::vector<DispatchCallArgs> fused;
-            for (int rank = 0; rank < world; ++rank)
-                fused.push_back(fused_args(dispatch[1][rank], notify[rank]));
-            grid.launch(kernels::fused_dispatch_kernel<FusedDispatch>,
-                        grid.params_of_roles<FusedDispatch>(fused));
-        } else if (is_planned) {
-            const Waited waited = other_waits(c, gpu);
-            dispatch_on(grid, dispatch[1]);
-            check_planned(c, gpu, waited, call - 1 + replays);
-        } else {
-            if (seed % 2) dispatch_too_early(grid, dispatch[1], seed / 2);
-            dispatch_on(grid, dispatch[1]);
-        }
-        for (int rank = 0; rank < world && !is_planned; ++rank)
-            expect_equal(rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
-        group.combine<HostWarp>(combine[0], c.dtype);
-        const auto combine_joint = grid.params_of_roles<Combine>(combine[1]);
-        const bool passes = any_intra_rank_pass(combine[1]);
-        const auto combine_now = [&] {
-            (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype, passes);
-        };
-        if (passes) {  // twice, as a graph replays a call: at first with other rows
-            std::mt19937_64 random{seed};
-            std::vector<std::string> right;
-            for (const Memory& out : expert_out) {
-                right.emplace_back(out.data(), out.bytes());
-                fill(random, out, c.dtype);
-            }
-            combine_now();
-            ++replays;
-            for (int rank = 0; rank < world; ++rank)
-                std::copy(right[rank].begin(), right[rank].end(), expert_out[rank].data());
-        }
-        combine_now();
-        check_counted(gpu, is_planned ? 0 : epoch, call + replays);
-        if (group.state(0).aborted()) simt::die("the host gave up");
-        for (int rank = 0; rank < world; ++rank) expect_same_results(rank, gpu, host);
-    }
-    grid.check_reset_signals();
 }
 
 void run_all_given_up() {
@@ -349,7 +306,5 @@ constexpr simt::Named kNamed[] = {
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    const bool is_planned = argc == 4 && std::string(argv[1]) == "planned";
-    return simt::run_program(argc - is_planned, argv + is_planned, ep::kNamed, "cases",
-                             [&](uint64_t seed) { ep::run_case(seed, is_planned); });
+    return simt::run_program(argc, argv, ep::kNamed, "programs", ep::run_program);
 }

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <set>
 #include <utility>
@@ -15,6 +14,7 @@
 
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
+#include "program_ranks.h"
 #include "protocol/low_latency_combine.h"
 #include "protocol/low_latency_dispatch.h"
 
@@ -32,7 +32,7 @@ namespace ep {
 //
 // With masking every receiving half is checked when it ends: what it took of a rank is all or
 // nothing, and nothing for ever once it was nothing.
-struct LowLatencyProgram {
+struct LowLatencyProgram : ProgramRanks {
     // A launch: of one half or of both.
     struct Half {
         int call;
@@ -45,10 +45,10 @@ struct LowLatencyProgram {
     };
     // One rank's part of a call.
     struct Part {
-        std::vector<int32_t> ids, layout, experts;
-        std::vector<float> x, weights, rows, row_weights, y, y_values;
-        std::vector<BFloat16> bf16_x;
-        std::vector<uint32_t> scales;
+        Tensor<int32_t> ids, layout, experts;
+        Tensor<float> x, weights, rows, row_weights, y, y_values;
+        Tensor<BFloat16> bf16_x;
+        Tensor<uint32_t> scales;
         std::vector<int64_t> recv_rows, recv_wait_ns, tokens_per_expert;
         Layout::Totals reported{};
         uint64_t number = 0;
@@ -56,18 +56,13 @@ struct LowLatencyProgram {
         LowLatencyCombineArgs combine{};
     };
 
-    std::mt19937_64 random;
-    Topology topology;
     int experts, topk, hidden, max_tokens, warps, under_way;
     bool fp8;
     LowLatencyHeap heap;
     std::vector<Call> calls;
     std::vector<std::vector<Half>> halves;  // of each rank
     std::vector<std::vector<Part>> parts;   // [rank][call]
-    std::vector<std::unique_ptr<char[]>> memory;
-    std::vector<char*> heaps;
     std::vector<ControlBlock> controls;
-    std::vector<RankState> states;
     std::vector<HostFabric> fabrics;
     // with masking
     std::vector<std::vector<int32_t>> active;  // [rank][rank], the callers'
@@ -79,8 +74,6 @@ struct LowLatencyProgram {
     std::atomic<int> wrong = 0;
     std::vector<uint64_t> launches;  // that a rank has done
 
-    int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
-
     // OfWarps: few warps and short rows. OfBlocks: whole blocks of warps, and rows for the copy
     // engine, too.
     enum class Sizes { OfWarps, OfBlocks };
@@ -90,7 +83,8 @@ struct LowLatencyProgram {
     LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int max_under_way = 2,
                       Sizes sizes = Sizes::OfWarps, bool masking = false, bool lines = false,
                       Topology most = {3, 2})
-        : random(seed), under_way(max_under_way) {
+        : under_way(max_under_way) {
+        random.seed(seed);
         topology = {pick(1, most.nodes), pick(1, most.ranks_per_node)};
         if (lines) topology = {1, topology.world()};  // all mapped
         const int world = topology.world();
@@ -118,18 +112,9 @@ struct LowLatencyProgram {
         shown.assign(world, std::vector<MaskedRank>(world));
         dropped.resize(world);
         controls.resize(world);
-        std::vector<ControlBlock*> everyone;
-        for (int rank = 0; rank < world; ++rank) {
-            memory.push_back(std::make_unique<char[]>(heap.bytes() + 128));
-            char* base = memory.back().get();
-            heaps.push_back(base + (-reinterpret_cast<uintptr_t>(base) & 127));
-            everyone.push_back(&controls[rank]);
-            controls[rank] = {};
-        }
-        for (int rank = 0; rank < world; ++rank) {
-            states.push_back({rank, &controls[rank], everyone, std::chrono::seconds(60)});
+        make_ranks(heap.bytes(), [&](int rank) { return &controls[rank]; });
+        for (int rank = 0; rank < world; ++rank)
             fabrics.emplace_back(topology, rank, heaps, network);
-        }
         make_calls(pick(3, 10));
         make_halves();
         make_parts(format);
@@ -216,7 +201,7 @@ struct LowLatencyProgram {
                                           nullptr,
                                           0,
                                           is_flat(call.is_combine ? call.dispatch : c)};
-                auto bytes = [](std::vector<float>& values) {
+                auto bytes = [](Tensor<float>& values) {
                     return reinterpret_cast<char*>(values.data());
                 };
                 if (!call.is_combine) {
@@ -430,23 +415,6 @@ struct LowLatencyProgram {
         return errors + combine_errors(rank, call);
     }
 
-    bool aborted() const {
-        for (const RankState& state : states) {
-            if (state.aborted()) return true;
-        }
-        return false;
-    }
-
-    // As before the first call: what reset does, when nothing runs any more.
-    void reset() {
-        for (char* own : heaps) std::memset(own, 0, heap.bytes());
-        for (RankState& state : states) {
-            *state.control = {};
-            state.unfinished = 0;
-            state.stalled = false;
-        }
-    }
-
     // Wrong values of all outputs.
     int errors() const {
         int wrong = 0;
@@ -492,7 +460,7 @@ struct LowLatencyProgram {
         std::vector<std::vector<Row>> of_expert(heap.local_experts());
         for (int source = 0; source < topology.world(); ++source) {
             if (heap.masking && !parts[rank][c].dispatch.layout.active(source)) continue;
-            const std::vector<int32_t>& ids = parts[source][c].ids;
+            const Tensor<int32_t>& ids = parts[source][c].ids;
             for (size_t i = 0; i < ids.size(); ++i) {
                 if (!is_at(rank, ids[i])) continue;
                 const size_t first = i / topk * topk;
@@ -548,7 +516,7 @@ struct LowLatencyProgram {
         }
         std::vector<int64_t> counts(local_experts);
         for (int source = 0; source < topology.world(); ++source) {
-            const std::vector<int32_t>& ids = parts[source][c].ids;
+            const Tensor<int32_t>& ids = parts[source][c].ids;
             const bool is_active = !heap.masking || own.dispatch.layout.active(source);
             std::set<size_t> tokens;
             for (size_t i = 0; i < ids.size(); ++i) {

@@ -16,64 +16,24 @@
 
 #include "launch/cuda/low_latency_kernels.h"
 #include "low_latency_programs.h"
+#include "program_grid.h"
 #include "programs.h"
-#include "ranks.h"
 
 namespace ep {
 namespace {
 
-class Grid {
+class Grid : public ProgramGrid {
   public:
     Grid(LowLatencyProgram& program, uint64_t seed, uint64_t timeout_ns = 60'000'000'000)
-        : program_(program),
-          random_(seed),
-          timeout_ns_(timeout_ns),
-          fabric_(program.heap, program.heaps, seed) {
-        for (int rank = 0; rank < program.topology.world(); ++rank) {
-            abort_words_.push_back(&program.controls[rank].abort);
-            waited_.emplace_back(2 * Heap::waited_bytes(program.topology.world()) /
-                                 sizeof(uint64_t));
-        }
-        reports_.resize(program.topology.world());
-        for (const auto& memory : program.memory)
-            simt::order::track(memory.get(), program.heap.bytes() + 128, "a heap");
-        for (auto& parts : program.parts) {
-            for (auto& part : parts)
-                for_tensors(part, [](auto& data, const char* name) {
-                    simt::order::track(data.data(), data.size() * sizeof(data[0]), name);
-                });
-        }
-    }
-    ~Grid() {
-        for (const auto& memory : program_.memory) simt::order::forget(memory.get());
-        for (auto& parts : program_.parts) {
-            for (auto& part : parts)
-                for_tensors(part, [](auto& data, auto) { simt::order::forget(data.data()); });
-        }
-    }
-    Grid(const Grid&) = delete;
-
-    // f(vector, name) for all that a rank reads and writes in a call, beside its heap.
-    template <class F>
-    static void for_tensors(LowLatencyProgram::Part& part, F&& f) {
-        const auto each = [&](auto& data, const char* name) {
-            if (!data.empty()) f(data, name);
-        };
-        each(part.ids, "ids");
-        each(part.layout, "a layout");
-        each(part.x, "x");
-        each(part.bf16_x, "x of bf16");
-        each(part.scales, "scales");
-        each(part.weights, "weights");
-        each(part.rows, "rows");
-        each(part.row_weights, "weights of rows");
-        each(part.y, "y");
-        each(part.y_values, "values of y");
-    }
+        : ProgramGrid(program, program.heap, seed, timeout_ns),
+          program_(program),
+          waited_(program.topology.world(),
+                  std::vector<uint64_t>(2 * Heap::waited_bytes(program.topology.world()) /
+                                        sizeof(uint64_t))) {}
 
     template <class Args>
     LowLatencyLaunch<Ranks::Params, Args> launch_of(const Args& args) {
-        return {fabric_.params(), args, device_rank(args.rank)};
+        return {fabric().params(), args, device_rank(args.rank, waited_[args.rank].data())};
     }
 
     // These halves, each with the rank whose it is, by as many blocks as the program has warps.
@@ -81,8 +41,8 @@ class Grid {
     void run(const Halves& halves) {
         std::vector<std::function<void()>> kernels;
         for (const auto& [rank, half] : halves) kernels.push_back(kernel_of(rank, half));
-        fabric_.begin_launch();
-        simt::run_at_once(kernels, program_.warps / kBlockWarps, kBlockThreads, random_());
+        fabric().begin_launch();
+        simt::run_at_once(kernels, program_.warps / kBlockWarps, kBlockThreads, random());
         ptx::end_of_launch();
     }
 
@@ -115,28 +75,9 @@ class Grid {
                              : kernel.operator()<LowLatencyLaunches::Send>();
     }
 
-    const ControlBlock& report(int rank) const { return reports_[rank]; }
-    void check_reset_signals() { fabric_.check_reset_signals(random_()); }
-
   private:
-    DeviceRank device_rank(int rank) {
-        return {rank,
-                program_.topology.world(),
-                timeout_ns_,
-                &program_.controls[rank],
-                &reports_[rank],
-                abort_words_.data(),
-                waited_[rank].data(),
-                Ranks::kOverHost};
-    }
-
     LowLatencyProgram& program_;
-    std::mt19937_64 random_;
-    uint64_t timeout_ns_;
-    Ranks fabric_;
-    std::vector<uint64_t*> abort_words_;
     std::vector<std::vector<uint64_t>> waited_;
-    std::vector<ControlBlock> reports_;
 };
 
 // One replay of a program: launch after launch some ranks, by chance, run their next half.
@@ -199,8 +140,8 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
             if (half.sends) launched[rank][0][half.call] = true;
             if (half.receives) launched[rank][1][half.call] = true;
             program.end_launch(rank, next[rank]++);
-            if (grid.report(rank).abort) simt::die("a wait ended badly");
         }
+        grid.check_reports();
     }
 }
 
@@ -363,8 +304,7 @@ void run_absent() {
 void run_arrive(uint64_t seed) {
     constexpr size_t kBytes = 4096;
     constexpr int kWarps = 4;
-    std::vector<uint4> row(kBytes / sizeof(uint4), uint4{1, 2, 3, 4}), rows(kWarps * row.size());
-    simt::order::track(rows.data(), kWarps * kBytes, "rows");
+    Tensor<uint4> row(kBytes / sizeof(uint4), uint4{1, 2, 3, 4}), rows(kWarps * row.size());
     uint64_t counter = 0;
     ControlBlock control{}, report{};
     const DeviceRank rank{0, 1, 1'000'000'000, &control, &report, nullptr, nullptr};
@@ -382,7 +322,6 @@ void run_arrive(uint64_t seed) {
         });
     });
     ptx::end_of_launch();
-    simt::order::forget(rows.data());
     if (last != 1) simt::die("not one warp is the last");
 }
 

@@ -21,12 +21,10 @@
 #include <string>
 #include <vector>
 
-#include "exec/host/host_warp.h"
-#include "fabric/host_fabric.h"
 #include "fabric/queue/software_nic.h"
 #include "fabric/queue/tcp_link.h"
-#include "launch/host/roles.h"
 #include "low_latency_programs.h"
+#include "normal_programs.h"
 
 namespace ep {
 namespace {
@@ -77,57 +75,31 @@ struct Random {
 // A rank of the normal mode, with the heaps of all.
 class Transfers {
   public:
-    explicit Transfers(uint64_t seed) : random_{std::mt19937_64(seed)} {
-        topology_ = {random_.pick(1, 3), random_.pick(1, 4)};
-        const int world = topology_.world();
-        const int experts = world * random_.pick(1, 3),
-                  topk = random_.pick(1, std::min(4, experts));
-        const int tokens = random_.pick(0, 5);
-        format_ = {4 * random_.pick(1, 4), random_.pick(0, 1) * 8, 4, topk, 2};
-        const size_t ring = align_up(format_.slot_bytes() * 4, Heap::kLine);
-        heap_ = {topology_, experts, random_.pick(1, 3), ring, ring};
-        rank_ = random_.pick(0, world - 1);
-        std::vector<ControlBlock*> controls;
-        for (int rank = 0; rank < world; ++rank) {
-            memory_.emplace_back(
-                static_cast<char*>(std::aligned_alloc(128, align_up(heap_.bytes(), 128))),
-                std::free);
-            std::memset(memory_.back().get(), 0, heap_.bytes());
-            heaps_.push_back(memory_.back().get());
-            controls.push_back(reinterpret_cast<ControlBlock*>(heaps_.back() + heap_.control()));
-        }
-        state_ = {rank_, controls[rank_], controls, std::chrono::seconds(60)};
-        for (int i = 0; i < tokens * topk; ++i)
-            ids_.push_back(i % topk ? -1 : random_.pick(0, experts - 1));
-        Layout layout{topology_, tokens, topk, experts, heap_.channels, nullptr};
-        layout_.resize(layout.size());
-        layout.data = layout_.data();
-        counts_.resize(2 * heap_.local_experts());
-        notify_ = {{ids_.data(), 4, random_.once_in(3) ? 128 : 1, 0, counts_.data()},
-                   rank_,
-                   heap_,
-                   layout,
-                   kEpoch};
+    explicit Transfers(uint64_t seed)
+        : random_{std::mt19937_64(seed)},
+          program_(any_heap()),
+          rank_(random_.pick(0, topology_.world() - 1)) {
+        std::vector<std::vector<int32_t>> ids(topology_.world());
+        const int topk = format_.topk;
+        for (int i = random_.pick(0, 5) * topk; i-- > 0;)
+            ids[rank_].push_back(i % topk ? -1 : random_.pick(0, heap_.num_experts - 1));
+        program_.add_handle({topk, random_.once_in(2), random_.once_in(3) ? 128 : 1}, ids);
+        program_.add({NormalProgram::Kind::Dispatch, 0, DType::bf16, format_});
+        notify_ = program_.handles[0].shares[rank_].notify;
+        notify_.epoch = 2;  // even: its counts are in the first blocks
+        dispatch_ = program_.parts[1][rank_].dispatch;
         HostWarp warp(executor_, state_, Role::Notify, 0);
         for (int channel = 0; channel < heap_.channels; ++channel)
             count_channel(warp, notify_, channel);
-        for (int expert = 0; expert < experts; ++expert) sum_channels(warp, notify_, expert);
+        for (int expert = 0; expert < heap_.num_experts; ++expert)
+            sum_channels(warp, notify_, expert);
         for (int channel = 0; channel < heap_.channels; ++channel)
             index_channel(warp, notify_, channel);
         for (int group = 0; group < heap_.relays(); ++group) {
             for (int local = 0; local < topology_.ranks_per_node; ++local)
-                *at<uint64_t>(rank_, heap_.notify_node_flag(local, group)) = kEpoch;
+                *at<uint64_t>(rank_, heap_.notify_node_flag(local, group)) = notify_.epoch;
         }
-        layout.totals().epoch = notify_.layout_epoch();
-        dispatch_.rank = rank_;
-        dispatch_.heap = heap_;
-        dispatch_.layout = layout;
-        dispatch_.format = format_;
-        dispatch_.call = 1;
-        dispatch_.nvl_batch = 2;
-        dispatch_.rdma_chunk = 1;
-        dispatch_.is_flat = random_.once_in(2);
-        dispatch_.fills_tables = true;
+        notify_.layout.totals().epoch = notify_.layout_epoch();
         tag_ = row_tag(dispatch_);
         for (int i = 0; i < 300; ++i) write_header();
     }
@@ -136,13 +108,14 @@ class Transfers {
     void run() {
         write_counts();
         HostWarp warp(executor_, state_, Role::Notify, 0);
-        HostFabric fabric(topology_, rank_, heaps_);
+        HostFabric fabric(topology_, rank_, program_.heaps);
         const bool taken = receive_counts(warp, fabric, notify_);
         require(taken == is_possible(),
                 taken ? "impossible counts are taken" : "counts are refused");
         if (!taken) {
             require(state_.control->incidents[0].outcome == Outcome::Mismatch, "no mismatch");
-            for (const int64_t rows : counts_) require(rows == -1, "refused counts are shown");
+            for (const int64_t rows : program_.handles[0].shares[rank_].counts)
+                require(rows == -1, "refused counts are shown");
         } else {
             transfer(fabric);
         }
@@ -153,12 +126,11 @@ class Transfers {
     }
 
   private:
-    static constexpr uint64_t kEpoch = 2;
     static constexpr int kMostRows = 300;
 
     template <class T>
     T* at(int rank, size_t offset) const {
-        return reinterpret_cast<T*>(heaps_[rank] + offset);
+        return reinterpret_cast<T*>(program_.heaps[rank] + offset);
     }
     int32_t* count_from(int rank) const { return at<int32_t>(rank_, heap_.notify_node(0, rank)); }
     int32_t* rail_count_from(int node) const {
@@ -308,17 +280,20 @@ class Transfers {
             combine_nvl_sender<float, false>(warp, fabric, combine, channel, 0, args.other_ranks());
     }
 
+    Heap any_heap() {
+        const Topology topology{random_.pick(1, 3), random_.pick(1, 4)};
+        const size_t ring = align_up(format_.slot_bytes() * 4, Heap::kLine);
+        return {topology, topology.world() * random_.pick(1, 3), random_.pick(1, 3), ring, ring};
+    }
+
     Random random_;
-    Topology topology_{};
-    RowFormat format_;
-    Heap heap_;
-    int rank_ = 0;
-    std::vector<std::unique_ptr<char, decltype(&std::free)>> memory_;
-    std::vector<char*> heaps_;
-    RankState state_{};
+    RowFormat format_{4 * random_.pick(1, 4), random_.pick(0, 1) * 8, 4, random_.pick(1, 4), 0};
+    NormalProgram program_;
+    const Heap& heap_ = program_.heap;
+    const Topology& topology_ = program_.topology;
+    int rank_;
+    RankState& state_ = program_.states[rank_];
     NothingComes executor_;
-    std::vector<int32_t> ids_, layout_;
-    std::vector<int64_t> counts_;
     NotifyArgs notify_{};
     DispatchArgs dispatch_{};
     uint64_t tag_ = 0;

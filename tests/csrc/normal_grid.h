@@ -2,119 +2,96 @@
 
 #include <type_traits>
 
-#include "normal_cases.h"
+#include "simt.h"
+// after it
+#include "launch/cuda/fused_dispatch.h"
+#include "normal_programs.h"
+#include "program_grid.h"
 
 namespace ep {
 
-// The GPU's side of a case: launches of its kernels.
-class Grid {
+constexpr int kMaxRanks = 9;
+using Notify = NotifyParams<Ranks::Params, kMaxRanks>;
+using Dispatch = DispatchParams<Ranks::Params, kMaxRanks>;
+using FusedDispatch = FusedDispatchParams<Ranks::Params, kMaxRanks>;
+using Combine = CombineParams<Ranks::Params, kMaxRanks>;
+
+// Launches of kernels for all ranks of a program.
+class Grid : public ProgramGrid {
   public:
-    Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000)
-        : case_(c),
-          timeout_ns_(timeout_ns),
-          heaps_(addresses(side)),
-          fabric_(c.heap, heaps_, c.random()),
-          progress_(c.topology.world() * Progress::kWords * sizeof(uint64_t), 0, "progress") {
-        for (int rank = 0; rank < c.topology.world(); ++rank)
-            abort_words_.push_back(&control(rank)->abort);
-        reports_.resize(c.topology.world());
-    }
+    Grid(NormalProgram& program, uint64_t seed, uint64_t timeout_ns = 60'000'000'000)
+        : ProgramGrid(program, program.heap, std::mt19937_64(seed)(), timeout_ns),
+          program_(program),
+          progress_(program.topology.world() * Progress::kWords) {}
 
     template <class L, class Args>
     L params(const std::vector<Args>& args, int warps) {
         L params{};
-        params.fabric = fabric_.params();
+        params.fabric = fabric().params();
         params.blocks_per_rank = ceil_div(warps, kBlockWarps);
         for (size_t i = 0; i < args.size(); ++i) {
             params.args[i] = args[i];
-            params.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
-            params.ranks[i] = device_rank(i);
+            params.progress[i] = {&progress_[i * Progress::kWords]};
+            params.ranks[i] = device_rank(static_cast<int>(i), waited(static_cast<int>(i)));
+            for (int32_t* any :
+                 {&args[i].layout.totals().overflow, &args[i].layout.totals().bad_token})
+                if (args[i].layout.data) simt::order::ignore(any, sizeof(*any));
         }
         return params;
     }
 
     // Of a dispatch or combine.
     template <class L, class Args>
-    L params_of_roles(const std::vector<Args>& args) {
-        const auto roles = this->roles<decltype(L::roles)>();
-        L all = params<L>(args, roles.warps() * case_.heap.channels);
+    L params_of_roles(const std::vector<Args>& args, int self_warps = 1) {
+        const auto [nodes, ranks] = program_.topology;
+        const int world = nodes * ranks;
+        const decltype(L::roles) roles{nodes, world, even_warps(world - 1, pick(1, world)),
+                                       even_warps(nodes - 1, pick(1, nodes)), self_warps};
+        L all = params<L>(args, roles.warps() * program_.heap.channels);
         all.roles = roles;
         all.ends_call = true;
         return all;
     }
 
-    // A launch of the intra-rank pass.
     template <class L>
-    void launch_spread(void (*kernel)(L), L params) {
-        params.blocks_per_rank = case_.pick(1, 2);
-        launch(kernel, params);
-    }
-
-    template <class L>
-    void run(void (*kernel)(L), const L& params, int ranks, unsigned threads = kBlockThreads) {
-        simt::run(ranks, params.blocks_per_rank, threads, case_.random(), [&] { kernel(params); });
+    void run(void (*kernel)(L), const L& params, int ranks) {
+        simt::run(ranks, params.blocks_per_rank, kBlockThreads, random(), [&] { kernel(params); });
         ptx::end_of_launch();
     }
 
     template <class L>
     void launch(void (*kernel)(L), const L& params) {
-        run(kernel, params, case_.topology.world());
+        run(kernel, params, program_.topology.world());
         check_reports();
+    }
+
+    // A launch of the intra-rank pass.
+    template <class L>
+    void launch_spread(void (*kernel)(L), L params) {
+        params.blocks_per_rank = pick(1, 2);
+        launch(kernel, params);
     }
 
     // The same with one of the intra-rank pass beside it.
     template <class L>
     void launch_beside(void (*kernel)(L), const L& params, void (*local)(L)) {
         L side = params;
-        side.blocks_per_rank = case_.pick(1, 2);
+        side.blocks_per_rank = pick(1, 2);
         simt::run_beside(
-            case_.topology.world(), params.blocks_per_rank, [&] { kernel(params); },
-            side.blocks_per_rank, [&] { local(side); }, kBlockThreads, case_.random());
+            program_.topology.world(), params.blocks_per_rank, [&] { kernel(params); },
+            side.blocks_per_rank, [&] { local(side); }, kBlockThreads, random());
         ptx::end_of_launch();
         check_reports();
     }
 
-    void check_reports() const {
-        for (const ControlBlock& report : reports_) {
-            if (report.abort) simt::die("a wait ended badly");
-        }
-    }
-
-    const ControlBlock& report(int rank) const { return reports_[rank]; }
-    ControlBlock& report(int rank) { return reports_[rank]; }
-    Ranks& fabric() { return fabric_; }
-    void check_reset_signals() { fabric_.check_reset_signals(case_.random()); }
-
-    template <class Roles>
-    Roles roles() const {
-        return {case_.topology.nodes, case_.topology.world(), case_.peer_warps, case_.rdma_warps,
-                std::is_same_v<Roles, CombineRoles> ? case_.receivers : 1};
+    // How long a rank has waited for each.
+    uint64_t* waited(int rank) const {
+        return reinterpret_cast<uint64_t*>(program_.heaps[rank] + program_.heap.waited());
     }
 
   private:
-    static std::vector<char*> addresses(const Side& side) {
-        std::vector<char*> all;
-        for (const Memory& heap : side.heaps) all.push_back(heap.data());
-        return all;
-    }
-    DeviceRank device_rank(size_t rank) {
-        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_,  control(rank),
-                &reports_[rank],        abort_words_.data(),    waited(rank), Ranks::kOverHost};
-    }
-    uint64_t* waited(size_t rank) const {
-        return reinterpret_cast<uint64_t*>(heaps_[rank] + case_.heap.waited());
-    }
-    ControlBlock* control(size_t rank) const {
-        return reinterpret_cast<ControlBlock*>(heaps_[rank] + case_.heap.control());
-    }
-
-    Case& case_;
-    uint64_t timeout_ns_;
-    std::vector<char*> heaps_;
-    Ranks fabric_;
-    std::vector<uint64_t*> abort_words_;
-    std::vector<ControlBlock> reports_;
-    Memory progress_;
+    NormalProgram& program_;
+    Tensor<uint64_t> progress_;
 };
 
 }  // namespace ep

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "router/router.h"
+#include "tensor.h"
 
 namespace ep {
 
@@ -35,9 +36,10 @@ struct RouterInputs {
 
 template <class R>
 struct RouterResults {
-    std::vector<int64_t> ids, counts;
-    std::vector<R> weights, probs, aux_scores, grad;
-    std::vector<char> routing_map, aux_map;
+    Tensor<int64_t> ids;
+    std::vector<int64_t> counts;
+    Tensor<R> weights, probs, aux_scores, grad;
+    Tensor<char> routing_map, aux_map;
 
     RouterResults(int64_t tokens, const RouterConfig& config)
         : ids(tokens * config.topk),

@@ -4,7 +4,7 @@
 #include "simt.h"
 #undef __CUDACC__  // numbers are the host's: conversions of halves and exp need no CUDA headers
 // after it
-#include "order.h"
+#include "programs.h"
 #include "router/rows.h"
 #include "router/warp_team.h"
 #include "router_cases.h"
@@ -12,41 +12,12 @@
 namespace ep {
 namespace {
 
-// Memory whose accesses are compared.
-class Tracked {
-  public:
-    template <class T>
-    Tracked(const std::vector<T>& values, const char* name) : memory_(values.data()) {
-        simt::order::track(values.data(), values.size() * sizeof(T), name);
-    }
-    ~Tracked() { simt::order::forget(memory_); }
-    Tracked(const Tracked&) = delete;
-
-  private:
-    const void* memory_;
-};
-
 template <class R>
 void run_as_warp(const RouterConfig& config, const RouterInputs<R>& in, RouterResults<R>& out,
                  int seed) {
-    std::vector<R> score(config.experts), grad(config.experts), weight(kMaxTopk),
-        choice_grad(kMaxTopk);
-    std::vector<router::Key<R>> key(config.experts), group_key(config.groups);
-    std::vector<int32_t> id(kMaxTopk);
-    const Tracked tracked[] = {{score, "score"},
-                               {grad, "grad"},
-                               {weight, "weight"},
-                               {choice_grad, "choice_grad"},
-                               {key, "key"},
-                               {group_key, "group_key"},
-                               {id, "id"},
-                               {out.ids, "ids"},
-                               {out.weights, "weights"},
-                               {out.probs, "probs"},
-                               {out.aux_scores, "aux_scores"},
-                               {out.grad, "grad_logits"},
-                               {out.routing_map, "routing_map"},
-                               {out.aux_map, "aux_map"}};
+    Tensor<R> score(config.experts), grad(config.experts), weight(kMaxTopk), choice_grad(kMaxTopk);
+    Tensor<router::Key<R>> key(config.experts), group_key(config.groups);
+    Tensor<int32_t> id(kMaxTopk);
     const RouterForward forward = forward_of(config, in, out);
     const RouterBackward backward = backward_of(in, out, seed % 3);
     simt::run(1, 1, 32, seed, [&] {
@@ -63,7 +34,7 @@ void run_as_warp(const RouterConfig& config, const RouterInputs<R>& in, RouterRe
 }
 
 template <class R>
-bool near(const std::vector<R>& a, const std::vector<R>& b, const char* what) {
+bool near(const Tensor<R>& a, const Tensor<R>& b, const char* what) {
     const R tolerance = std::is_same_v<R, float> ? R(2e-5) : R(1e-13);
     for (size_t i = 0; i < a.size(); ++i) {
         if (a[i] == b[i] || (a[i] != a[i] && b[i] != b[i])) continue;
@@ -118,7 +89,8 @@ void check_all() {
 }  // namespace
 }  // namespace ep
 
-int main() {
-    ep::check_all();
-    std::puts("a warp has the host's results");
+int main(int argc, char** argv) {
+    constexpr simt::Named kNamed[] = {
+        {"configurations", ep::check_all, "a warp has the host's results"}};
+    return simt::run_program(argc, argv, kNamed, "", [](uint64_t) {});
 }

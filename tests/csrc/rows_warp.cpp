@@ -44,16 +44,10 @@ struct Op {
 };
 
 struct Memory {
-    std::vector<char> storage;
-    char* rows;
+    Tensor<char> rows;
 
-    Memory(size_t count, const char* name) : storage(count * kRowBytes + 128) {
-        rows = storage.data() + (-reinterpret_cast<uintptr_t>(storage.data()) & 127);
-        simt::order::track(rows, count * kRowBytes, name);
-    }
-    ~Memory() { simt::order::forget(rows); }
-    Memory(const Memory&) = delete;
-    char* row(int number) const { return rows + number * kRowBytes; }
+    explicit Memory(size_t count) : rows(count * kRowBytes) {}
+    char* row(int number) const { return const_cast<char*>(&rows[number * kRowBytes]); }
 };
 
 // Sums as lines to some slots, the second half of them first, then the sum of these.
@@ -138,9 +132,9 @@ void run_sequence(uint64_t seed) {
     auto pick = [&](int low, int high) {
         return low + static_cast<int>(random() % (high - low + 1));
     };
-    Memory sources(kSources, "a source"), ours(kOps * 32, "a result"), expected(kOps * 32, "host");
+    Memory sources(kSources), ours(kOps * 32), expected(kOps * 32);
     for (size_t i = 0; i < kSources * kRowBytes / 4; ++i)
-        reinterpret_cast<float*>(sources.rows)[i] = static_cast<float>(pick(-999, 999)) / 7;
+        reinterpret_cast<float*>(sources.row(0))[i] = static_cast<float>(pick(-999, 999)) / 7;
     std::vector<Op> ops(kOps);
     for (Op& op : ops) {
         op.kind = static_cast<Kind>(pick(0, 9));
@@ -183,7 +177,7 @@ void run_sequence(uint64_t seed) {
                                           kRowBytes);  // for nothing, as before a failure
     });
     ptx::end_of_launch();
-    if (std::memcmp(ours.rows, expected.rows, kOps * 32 * kRowBytes) != 0) simt::die("other rows");
+    if (ours.rows != expected.rows) simt::die("other rows");
 }
 
 // What the GPU's quotients become is what the host's become: of any block, and all that is in it

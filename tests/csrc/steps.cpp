@@ -3,15 +3,12 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <random>
 #include <set>
 #include <utility>
 #include <vector>
 
-#include "fabric/shared_memory.h"
-#include "launch/host/group.h"
-#include "launch/host/group.inl"
+#include "normal_programs.h"
 
 namespace ep {
 namespace {
@@ -89,115 +86,44 @@ class CountingWarp : public HostWarp {
     Work& work_;
 };
 
-constexpr int kRanks = 2, kTokens = 48, kTopk = 4, kChannels = 2, kHidden = 8;
-
-struct Share {
-    std::vector<int32_t> ids, layout, dst_rows, rail;
-    std::vector<int64_t> counts;
-    std::vector<float> x, weights, rows, row_weights, y, y_weights;
-};
-
-// Returns how many experts its tokens choose in all.
-uint64_t choose_experts(Share& share, std::mt19937& random, int world) {
-    uint64_t rows = 0;
-    for (int token = 0; token < kTokens; ++token) {
-        std::set<int> experts;
-        while (static_cast<int>(experts.size()) < std::min(kTopk, world))
-            experts.insert(static_cast<int>(random() % world));
-        std::vector<int32_t> ids(experts.begin(), experts.end());
-        ids.resize(kTopk, -1);
-        share.ids.insert(share.ids.end(), ids.begin(), ids.end());
-        rows += experts.size();
-    }
-    return rows;
-}
-
-// Of a rank, behind its notify.
-std::pair<DispatchArgs, CombineArgs> calls_of(Share& share, const NotifyArgs& notify,
-                                              const RowFormat& format) {
-    const Layout::Totals& totals = notify.layout.totals();
-    share.dst_rows.resize(totals.received_rows * kTopk);
-    share.rail.resize(totals.rail_rows * kTopk + 1);
-    share.x.assign(kTokens * kHidden, static_cast<float>(notify.rank));
-    share.weights.resize(kTokens * kTopk);
-    share.rows.resize(totals.expert_rows * kHidden);
-    share.row_weights.resize(totals.expert_rows);
-    share.y.resize(share.x.size());
-    share.y_weights.resize(share.weights.size());
-    const TransferArgs args{notify.rank,
-                            notify.heap,
-                            notify.layout,
-                            format,
-                            1,
-                            2,
-                            4,
-                            share.dst_rows.data(),
-                            share.rail.data(),
-                            totals.received_rows,
-                            totals.rail_rows,
-                            totals.expert_rows};
-    auto bytes = [](std::vector<float>& of) { return reinterpret_cast<char*>(of.data()); };
-    DispatchArgs dispatch{
-        args,    bytes(share.x),          nullptr, bytes(share.weights), bytes(share.rows),
-        nullptr, bytes(share.row_weights)};
-    dispatch.fills_tables = true;
-    CombineArgs combine{args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
-                        bytes(share.y_weights)};
-    combine.call = 2;
-    combine.is_combine = true;
-    return {dispatch, combine};
-}
+constexpr int kRanks = 2, kTokens = 48, kTopk = 4, kChannels = 2;
 
 // One dispatch and its combine between random tokens and experts, one expert a rank. Returns how
 // many rows arrive anywhere: a token at a rank.
 uint64_t run(int nodes) {
-    const Topology topology{nodes, kRanks};
-    const int world = topology.world();
-    const RowFormat format{kHidden * 4, 0, 4, kTopk};
-    const Heap heap{topology, world, kChannels, 4 * format.slot_bytes(), 8 * format.slot_bytes()};
-    std::vector<Segment> memory;
-    std::vector<char*> heaps;
-    std::vector<int> ranks;
-    for (int rank = 0; rank < world; ++rank) {
-        memory.push_back(Segment::anonymous(heap.bytes()));
-        heaps.push_back(memory.back().data());
-        ranks.push_back(rank);
-    }
-    HostGroup group(heap, ranks, heaps, {}, std::chrono::seconds(60));
-
+    const int world = nodes * kRanks;
+    const RowFormat format{32, 0, 4, kTopk};
+    NormalProgram program(
+        Heap{{nodes, kRanks}, world, kChannels, 4 * format.slot_bytes(), 8 * format.slot_bytes()});
     std::mt19937 random(nodes);
-    std::vector<Share> shares(world);
-    std::vector<NotifyArgs> notify;
     uint64_t rows = 0;
-    for (int rank = 0; rank < world; ++rank) {
-        Share& share = shares[rank];
-        rows += choose_experts(share, random, world);
-        Layout layout{topology, kTokens, kTopk, world, kChannels, nullptr};
-        share.layout.resize(layout.size());
-        layout.data = share.layout.data();
-        share.counts.resize(1);
-        notify.push_back({{share.ids.data(), 4, 1, 0, share.counts.data()}, rank, heap, layout, 1});
-    }
-    group.notify<CountingWarp>(notify);
-
-    std::vector<DispatchArgs> dispatch;
-    std::vector<CombineArgs> combine;
-    for (int rank = 0; rank < world; ++rank) {
-        auto [first, second] = calls_of(shares[rank], notify[rank], format);
-        dispatch.push_back(first);
-        combine.push_back(second);
-    }
-    group.dispatch<CountingWarp>(dispatch);
-    group.combine<CountingWarp>(combine, DType::fp32);
-    for (int rank = 0; rank < world; ++rank) {
-        for (const float y : shares[rank].y) {
-            if (group.finished() && y == static_cast<float>(rank * std::min(kTopk, world)))
-                continue;
-            std::fprintf(stderr, "%d nodes: a wrong sum\n", nodes);
-            std::exit(EXIT_FAILURE);
+    std::vector<std::vector<int32_t>> ids(world);
+    for (std::vector<int32_t>& own : ids) {
+        for (int token = 0; token < kTokens; ++token) {
+            std::set<int> experts;
+            while (static_cast<int>(experts.size()) < std::min(kTopk, world))
+                experts.insert(static_cast<int>(random() % world));
+            own.insert(own.end(), experts.begin(), experts.end());
+            own.resize((token + 1) * kTopk, -1);
+            rows += experts.size();
         }
     }
-    return rows;
+    program.add_handle({kTopk}, ids);
+    for (const auto kind : {NormalProgram::Kind::Dispatch, NormalProgram::Kind::Combine}) {
+        program.add({kind, 0, DType::bf16, format});
+        for (NormalProgram::Part& part : program.parts.back()) {
+            part.dispatch.has_intra_rank_pass = false;
+            part.combine.sums = nullptr;
+            part.dispatch.nvl_batch = part.combine.nvl_batch = 2;
+            part.dispatch.rdma_chunk = part.combine.rdma_chunk = 4;
+            part.receivers = 1;
+        }
+    }
+    const auto tasks = program.tasks<CountingWarp, HostFabric>();
+    FiberExecutor().run(tasks);
+    if (!program.aborted() && !program.errors(tasks)) return rows;
+    std::fprintf(stderr, "%d nodes: a wrong value\n", nodes);
+    std::exit(EXIT_FAILURE);
 }
 
 // For a row that arrives at a rank, with any number of nodes.

@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "../tensor.h"
+#include "order.h"
 #include "simt.h"
 
 namespace simt {
@@ -18,6 +20,9 @@ struct Named {
 template <size_t kCount, class F>
 int run_program(int argc, char** argv, const Named (&named)[kCount], const char* unit,
                 F&& run_seed) {
+    ep::note_memory = [](const void* memory, size_t bytes) {
+        bytes ? order::track(memory, bytes, "a tensor") : order::forget(memory);
+    };
     for (const Named& one : named) {
         if (argc != 2 || std::string(argv[1]) != one.name) continue;
         one.run();

@@ -4,10 +4,10 @@
 #include <memory>
 #include <vector>
 
+#include "../tensor.h"
 #include "core/heap.h"
 #include "core/low_latency_heap.h"
 #include "fabric/queue/queue_fabric.h"
-#include "order.h"
 #include "queue_cards.h"
 #include "rank_params.h"
 #include "simt.h"
@@ -34,11 +34,10 @@ class Ranks {
         std::vector<Queues> queues;
         std::vector<char*> regions;
         for (int rank = 0; rank < world; ++rank) {
-            regions.push_back(take(bytes, "a network's region"));
-            auto* producers =
-                reinterpret_cast<QueueProducer*>(take(count * sizeof(QueueProducer), "producers"));
-            queues.push_back(Queues::over(take(Queues::bytes(count, depth), "queues"), producers,
-                                          world, heap.channels, depth, 3, nullptr));
+            regions.push_back(take<char>(bytes));
+            queues.push_back(Queues::over(take<char>(Queues::bytes(count, depth)),
+                                          take<QueueProducer>(count), world, heap.channels, depth,
+                                          3, nullptr));
             QueueFabricParams& own = params_->ranks[rank];
             own.topology = topology;
             own.network = regions.back();
@@ -51,10 +50,7 @@ class Ranks {
         cards_ = std::make_unique<simt::QueueCards>(queues, regions, bytes, seed);
         simt::background = [this] { cards_->step(); };
     }
-    ~Ranks() {
-        simt::background = nullptr;
-        for (const auto& memory : memory_) simt::order::forget(memory.data());
-    }
+    ~Ranks() { simt::background = nullptr; }
     Ranks(const Ranks&) = delete;
     const Params& params() const { return *params_; }
     void begin_launch() {}
@@ -63,27 +59,19 @@ class Ranks {
     void stop_cards(int entries) { cards_->left = static_cast<uint64_t>(entries); }
 
   private:
-    struct alignas(256) Line {
-        char bytes[256];
-    };
-    char* take(size_t bytes, const char* name) {
-        memory_.emplace_back(bytes / sizeof(Line) + 1);
-        simt::order::track(memory_.back().data(), bytes, name);
-        return reinterpret_cast<char*>(memory_.back().data());
+    template <class T>
+    T* take(size_t count) {
+        return reinterpret_cast<T*>(memory_.emplace_back(count * sizeof(T)).data());
     }
 
     // The queues of a rank as a driver makes them, in rings larger than they are deep.
     const CardQueue* take_card(const Queues& queues) {
         const size_t count = queues.count();
         const uint32_t depth = queues.depth;
-        auto* entries = reinterpret_cast<SendEntry*>(
-            take(count * 2 * depth * sizeof(SendEntry), "a card's entries"));
-        auto* completions = reinterpret_cast<Completion*>(
-            take(count * 4 * depth * sizeof(Completion), "a card's completions"));
-        auto* words = reinterpret_cast<uint64_t*>(
-            take(count * 2 * sizeof(uint64_t), "a card's doorbells and bells"));
-        auto* cards =
-            reinterpret_cast<CardQueue*>(take(count * sizeof(CardQueue), "a card's queues"));
+        auto* entries = take<SendEntry>(count * 2 * depth);
+        auto* completions = take<Completion>(count * 4 * depth);
+        auto* words = take<uint64_t>(count * 2);  // doorbells, then bells
+        auto* cards = take<CardQueue>(count);
         for (uint32_t i = 0; i < count; ++i) {
             cards[i] = {entries + i * 2 * depth,
                         words + i,
@@ -103,7 +91,7 @@ class Ranks {
     }
 
     std::unique_ptr<Params> params_;
-    std::vector<std::vector<Line>> memory_;
+    std::vector<Tensor<char>> memory_;
     std::unique_ptr<simt::QueueCards> cards_;
 };
 
