@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <new>
 #include <string>
 
@@ -258,16 +257,6 @@ void bind_rank_launcher(py::module_& m) {
             py::arg("number"), py::arg("word"))
         .def("finished", [](RankLauncher& r) { return r.group().finished(); })
         .def_property_readonly("seconds", &RankLauncher::seconds)
-        .def(
-            "count_times",
-            [](RankLauncher& r) {
-                std::vector<int64_t> ns;
-                for (const auto& time : r.group().count_times())
-                    ns.push_back(time.time_since_epoch() / std::chrono::nanoseconds(1));
-                return ns;
-            },
-            "Returns when, in the last exchange of counts, notify and the dispatch behind it had "
-            "been launched, and the counts were seen: ns of time.monotonic_ns().")
         .def(
             "listen", [](RankLauncher& r) { r.group().listen(); }, release,
             "Makes aborted() include ranks that gave up while no kernel of this process ran.")

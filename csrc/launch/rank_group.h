@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -38,9 +37,6 @@ class RankGroup {
 
     // ---- for a GPU only
 
-    // When the last exchange of counts had launched notify and the dispatch behind it, and saw the
-    // counts.
-    virtual std::vector<std::chrono::steady_clock::time_point> count_times() const { return {}; }
     // Makes aborted() include ranks that gave up while no kernel of this process ran. Thread-safe.
     virtual void listen() {}
     // Waits until what this process's ranks sent to other nodes has arrived. Throws

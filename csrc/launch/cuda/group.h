@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -84,9 +83,6 @@ class CudaGroup : public RankGroup {
     // A rank that has aborted keeps its abort word, but if several processes abort at once, the
     // last word stays.
     void abort(Outcome outcome, const std::string& reason) override;
-    std::vector<std::chrono::steady_clock::time_point> count_times() const override {
-        return count_times_;
-    }
     void listen() override;
     void drain() const override;
     void note_capture(CudaStream stream) override { graphs_.note(stream); }
@@ -140,7 +136,6 @@ class CudaGroup : public RankGroup {
     Resource<uint32_t[]> abort_source_;        // one, pinned
     Resource<uint64_t[]> fetched_;             // [heaps], pinned
     CudaGraphs graphs_;
-    std::vector<std::chrono::steady_clock::time_point> count_times_{3};
 };
 
 }  // namespace ep

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <string>
 
@@ -219,12 +220,8 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(const std::vector<Disp
     std::vector<NotifyArgs> counts = notify_args(args);
     request_reports(counts);
     notify(counts, stream);
-    count_times_[0] = std::chrono::steady_clock::now();
     if (ahead) dispatch({args.begin(), args.end()}, stream);
-    count_times_[1] = std::chrono::steady_clock::now();
-    auto totals = wait_for_reports(stream, idle);
-    count_times_[2] = std::chrono::steady_clock::now();
-    return totals;
+    return wait_for_reports(stream, idle);
 }
 
 template <class P>

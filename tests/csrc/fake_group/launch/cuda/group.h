@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -34,11 +33,6 @@ class CudaGroup : public RankGroup {
         Gate::pass();
         idle();
         return {{}};
-    }
-    std::vector<std::chrono::steady_clock::time_point> count_times() const override {
-        using std::chrono::steady_clock, std::chrono::nanoseconds;
-        return {steady_clock::time_point(nanoseconds(1)), steady_clock::time_point(nanoseconds(2)),
-                steady_clock::time_point(nanoseconds(3))};
     }
     void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
     void dispatch_without_wait(const std::vector<DispatchCallArgs>&, CudaStream) { Gate::pass(); }
