@@ -181,9 +181,10 @@ PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) t
 PyMethodDef launch_method = {
     "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
     "launch(self, call, phase, stream, per_launch)\n\n"
-    "Launches a phase of a call. per_launch: the values of those members, rank by rank: "
-    "numbers, tensors for their addresses, or None for 0. If the host waits for counts, returns "
-    "each rank's totals, and whether a dispatch that was launched ahead of them had enough room."};
+    "Launches a phase of a call. per_launch: the values of the members that were named so when the "
+    "call was prepared, rank by rank: numbers, tensors for their addresses, or None for 0. If the "
+    "host waits for counts, returns each rank's totals, and whether a speculative dispatch had "
+    "enough room."};
 
 void bind_phase(py::module_& m) {
     py::enum_<Phase>(m, "Phase", "The part of a call that a launch carries out.")
