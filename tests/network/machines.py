@@ -34,6 +34,8 @@ def why_not() -> str | None:
     """Why no machines can be made here; None: they can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
+    if shutil.which("tc") is None:  # iproute2 has it in /usr/sbin, but ip in /usr/bin, too
+        return "needs tc in PATH, to slow a link down"
     done = subprocess.run(
         ["unshare", "--net", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "ip", "link", "set", "lo", "up"],
         capture_output=True,
