@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,11 +62,12 @@ COMBINE_PER_LAUNCH = (
 )
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
 # The options of `megatron_ep.dispatch` that a handle has already.
+ONE, GROUPED = 1, "grouped"
 DEFAULTS = {
-    "expert_alignment": 1,
+    "expert_alignment": ONE,
     "expert_capacity": None,
     "max_recv_tokens": None,
-    "layout": "grouped",
+    "layout": GROUPED,
     "max_tokens": None,
 }
 
@@ -336,8 +336,10 @@ def dispatch_signature(
     others = () if scales is None else (scales,)
     if handle is None:
         return signature((*settings, *map(type, settings)), x, topk_idx, weights, *others)
-    is_alone = topk_idx is None and all(map(operator.is_, settings, DEFAULTS.values()))
-    if not is_alone or not isinstance(handle, Handle):
+    alignment, capacity, most, layout, promise = settings  # each call does this, and a loop takes four times as long
+    if not (topk_idx is capacity is most is promise is None and alignment is ONE and layout is GROUPED):
+        return None
+    if not isinstance(handle, Handle):
         return None
     fits = (handle.topk, handle.is_flat, handle.one_hop, handle.ranks[0].counts.num_tokens)
     return signature(fits, x, None, weights, *others)
