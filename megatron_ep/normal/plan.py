@@ -61,8 +61,8 @@ COMBINE_PER_LAUNCH = (
     *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "resets_since_made"),
 )
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
-# The options of `megatron_ep.dispatch` that a handle has already.
 ONE, GROUPED = 1, "grouped"
+# The options of `megatron_ep.dispatch` that a handle has already.
 DEFAULTS = {
     "expert_alignment": ONE,
     "expert_capacity": None,
