@@ -30,7 +30,7 @@ def gpus_taken():
     return max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
 
 
-def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, **variables):
+def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, fuses_gradients=False, **variables):
     """Starts it; give what is returned to `finish`.
 
     Args:
@@ -40,12 +40,13 @@ def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, **
         words: flags of pretrain_gpt.py beside the recipe's.
         ep_flags: options of megatron_ep.pretrain beside the recipe's; None: the script without this project.
         dispatcher: class that every MoE layer must have.
+        fuses_gradients: whether products add weight gradients to main_grad; see fused_weight_gradient_mlp_cuda.py.
         variables: see `tests/gpu/train_slice_rank.py`.
     """
     result, log = out / f"{slug}.json", out / f"{slug}.log"
     result.unlink(missing_ok=True)
-    # Apex has the fusion, which is not everywhere.
-    words = [*script_flags.flags(recipe), "--no-gradient-accumulation-fusion", *words]
+    fusion = [] if fuses_gradients else ["--no-gradient-accumulation-fusion"]
+    words = [*script_flags.flags(recipe), *fusion, *words]
     script = str(ROOT / "tests" / "gpu" / "train_slice_rank.py")
     if ep_flags is None:
         command = [script, *words]

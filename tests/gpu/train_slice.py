@@ -9,6 +9,9 @@ Takes 4, 2 or 1 of the GPUs that are there, as many as EP. RECIPE and SET: anoth
 
     export RECIPE=qwen3_30b_a3b SET="topology.nodes=1 model.num_layers=4 model.num_moe_experts=128"
 
+A step's time is the host's, between synchronizations; GPU ms are those of the last step in which the GPU had work, by
+torch's profiler, whose own cost is in no other figure. On a fast host the second counts.
+
 megatron_ep (with CUDA kernels), megatron-core's compiled helpers and transformer_engine must be importable. OUT: folder
 for slice.json and the logs (default: build/gpu). BUDGET: seconds for everything (470); cases that no longer fit are
 said to be left out. STEPS: of each case (14).
@@ -39,7 +42,7 @@ FP8_APART = 0.05  # what Megatron's functional tests allow between losses
 @dataclass(frozen=True)
 class Case:
     """ep_flags: options of megatron_ep.pretrain; None: Megatron's own dispatcher, with `words`. recipe: what it
-    changes."""
+    changes. variables: environment, as NAME=VALUE. fuses_gradients: as `gpu_script.start` has it."""
 
     num_sms: int = 24
     overlap: bool = False
@@ -47,6 +50,8 @@ class Case:
     words: tuple = ()
     recipe: tuple = ()
     dispatcher: str = OURS
+    variables: tuple = ()
+    fuses_gradients: bool = False
 
 
 def alltoall(words=(), **options):
@@ -58,6 +63,25 @@ def fp8(recipe):
     return tuple(f"precision.{setting}" for setting in settings)
 
 
+FUSED_ROUTER = ("--ep-router", "fused")
+MEGATRON_FUSED_ROUTER = ("--moe-router-fusion",)
+CUTLASS = ("NVTE_USE_CUTLASS_GROUPED_GEMM=1",)  # one product for all experts, but for the gradients of weights
+# Megatron's all-to-all with all that makes a step of it faster.
+BEST = {"variables": CUTLASS, "fuses_gradients": True}
+GROUPED = (*FUSED_ROUTER, "--ep-experts", "grouped")
+RANKS_HOLD_ALL = 2  # at EP 2 a rank then has room for all rows
+
+
+def without_wait(factor):
+    """Rows have a fixed number, `factor` times those of an even load, and the host waits for no counts."""
+    return (*GROUPED, "--ep-moe-expert-rank-capacity-factor", str(factor))
+
+
+# One graph of the forward and backward passes of all micro-batches.
+FULL_GRAPH = (
+    *("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "3"),
+    *("--no-check-for-nan-in-loss-and-grad", "--te-rng-tracker"),
+)
 DEEPEP = (flags.TYPE, "flex", flags.BACKEND, "deepep", "--moe-flex-dispatcher-num-sms", "24", "--moe-permute-fusion")
 EVEN = ("--moe-router-force-load-balancing",)  # random choices: no rank waits for one with more rows
 CASES = {
@@ -69,7 +93,19 @@ CASES = {
     "all-to-all, overlap": alltoall(overlap=True),
     "ours, 16 SMs": Case(16),
     "ours, 8 SMs": Case(8),
-    "ours, 24 SMs, fused router": Case(ep_flags=("--ep-router", "fused")),
+    "ours, 24 SMs, fused router": Case(ep_flags=FUSED_ROUTER),
+    "ours, fused router, best": Case(ep_flags=FUSED_ROUTER, **BEST),
+    "all-to-all, plain permute": Case(ep_flags=None, words=ALLTOALL_WORDS[:2], dispatcher=ALLTOALL),
+    "all-to-all, fused router": alltoall(MEGATRON_FUSED_ROUTER),
+    "all-to-all, CUTLASS": alltoall(variables=CUTLASS),
+    "all-to-all, fused gradients": alltoall(fuses_gradients=True),
+    "all-to-all, best": alltoall(MEGATRON_FUSED_ROUTER, **BEST),
+    "all-to-all, grouped": alltoall(MEGATRON_FUSED_ROUTER, variables=("EXPERTS=grouped",), fuses_gradients=True),
+    "ours, grouped": Case(ep_flags=GROUPED, fuses_gradients=True),
+    "ours, grouped, plain gradients": Case(ep_flags=GROUPED),
+    "ours, grouped, no wait": Case(ep_flags=without_wait(RANKS_HOLD_ALL), fuses_gradients=True),
+    "ours, grouped, no wait, factor 1.5": Case(ep_flags=without_wait(1.5), fuses_gradients=True),
+    "ours, grouped, one graph": Case(ep_flags=without_wait(RANKS_HOLD_ALL), words=FULL_GRAPH, fuses_gradients=True),
     "ours, 24 SMs, fp8 rows": Case(ep_flags=("--ep-moe-dispatch-fwd-dtype", "fp8")),
     "ours, 24 SMs, probs on combine": Case(ep_flags=("--ep-moe-apply-probs-on-combine",)),
     "ours, 16 SMs, overlap": Case(16, overlap=True),
@@ -83,6 +119,10 @@ CASES = {
 PAIRS = {  # what must have the same losses and norms, and how far apart they may be
     ("ours, 24 SMs", "all-to-all"): 5e-3,
     ("ours, 24 SMs", "DeepEP, 24 SMs"): 5e-3,
+    ("ours, grouped", "all-to-all"): 5e-3,
+    ("ours, grouped", "all-to-all, grouped"): 5e-3,
+    ("ours, grouped, no wait", "ours, grouped"): 5e-3,
+    ("ours, grouped, one graph", "ours, grouped"): 5e-3,
     ("ours, fp8 tensorwise", "all-to-all, fp8 tensorwise"): FP8_APART,
     ("ours, fp8 blockwise", "all-to-all, fp8 blockwise"): FP8_APART,
 }
@@ -143,29 +183,35 @@ def run(name, case, gpus, tree, out, limit):
     )
     slug = "slice_" + name.replace(", ", "_").replace(" ", "_")
     options = {"words": case.words, "ep_flags": case.ep_flags, "dispatcher": case.dispatcher}
+    options |= {"fuses_gradients": case.fuses_gradients, "PROFILED": str(recipe.train.train_iters - 1)}
+    options |= dict(variable.split("=", 1) for variable in case.variables)
     try:
         measured = finish(start(recipe, tree, out, slug, **options), limit)
     except RuntimeError as error:
         print(f"{name}: {error}", flush=True)
         return None
     rows = measured["steps"]
-    seconds = statistics.median(row["seconds"] for row in rows[WARM_UP:])
+    seconds = statistics.median(row["seconds"] for row in rows[WARM_UP:-1])  # the last one is profiled
     tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
     return {
         "step_ms": 1e3 * seconds,
         "tokens_per_second": tokens / seconds,
         "peak_gib": measured["peak_bytes"] / 2**30,
+        "gpu_ms": 1e3 * measured["gpu"]["seconds"],
+        "launches": measured["gpu"]["launches"],
+        "kernels": measured["gpu"]["kernels"],
         "losses": [row["loss"] for row in rows],
         "norms": [row["norm"] for row in rows],
     }
 
 
-HEAD = f"{'':32} {'step ms':>8} {'tokens/s':>9} {'peak GiB':>9} {'first, last loss':>18}"
+HEAD = f"{'':36} {'step ms':>8} {'GPU ms':>8} {'kernels':>8} {'tokens/s':>9} {'peak GiB':>9} {'first, last loss':>18}"
 
 
 def line(name, row):
     losses = f"{row['losses'][0]:.4f} {row['losses'][-1]:.4f}"
-    return f"{name:32} {row['step_ms']:8.1f} {row['tokens_per_second']:9,.0f} {row['peak_gib']:9.1f} {losses:>18}"
+    times = f"{row['step_ms']:8.1f} {row['gpu_ms']:8.1f} {row['launches']:8}"
+    return f"{name:36} {times} {row['tokens_per_second']:9,.0f} {row['peak_gib']:9.1f} {losses:>18}"
 
 
 def judge(results):

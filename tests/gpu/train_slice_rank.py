@@ -1,9 +1,13 @@
 """One rank of a run by `gpu_script`: pretrain_gpt.py of MEGATRON_LM, its steps measured. RESULT: where rank 0 leaves
 them.
 
-PACKED: anything but nothing: mock data comes as packed sequences of other lengths on every rank.
+PACKED: anything but nothing: mock data comes as packed sequences of other lengths on every rank. PROFILED: the step,
+counted from 0, whose GPU time and kernels are taken; its wall time then includes the profiler's.
+EXPERTS: grouped: this project's experts in Megatron's own layers.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import runpy
@@ -23,18 +27,39 @@ def of_all_ranks(value):
     return values
 
 
+def gpu_time(profiler):
+    """The seconds in which the GPU had work, and for each kernel its seconds and launches, longest first."""
+    spans, kernels = [], {}
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            seconds, launches = kernels.get(event.name(), (0.0, 0))
+            kernels[event.name()] = (seconds + event.duration_ns() / 1e9, launches + 1)
+    busy, until = 0, 0
+    for start, end in sorted(spans):
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])
+    return {"seconds": busy / 1e9, "launches": len(spans), "kernels": [[name, *row] for name, row in longest[:60]]}
+
+
 def measure():
-    """Every step's wall time between synchronizations, loss and norm."""
+    """Every step's wall time between synchronizations, loss and norm, and one step's time of the GPU."""
     from megatron.training import training
 
-    step, steps = training.train_step, []
+    step, steps, profiled = training.train_step, [], {}
 
     def measured(*args, **kwargs):
+        is_profiled = len(steps) == int(os.environ.get("PROFILED", -1))
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if is_profiled else None
         torch.cuda.synchronize()
         began = time.perf_counter()
-        result = step(*args, **kwargs)
-        torch.cuda.synchronize()
+        with profiler or contextlib.nullcontext():
+            result = step(*args, **kwargs)
+            torch.cuda.synchronize()
         row = {"seconds": time.perf_counter() - began, "norm": float(result[5])}
+        if profiler is not None:
+            profiled.update(gpu_time(profiler))
         row["loss"] = float(result[0]["lm loss"]) if "lm loss" in result[0] else None
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             row["loss"] = of_all_ranks(row["loss"])[-1]  # the last stage has it
@@ -52,6 +77,7 @@ def measure():
                 "dispatchers": sorted({type(dispatcher).__name__ for dispatcher in dispatchers}),
                 "alignments": sorted({getattr(dispatcher, "alignment", 0) for dispatcher in dispatchers}),
                 "peak_bytes": torch.cuda.max_memory_allocated(),
+                "gpu": profiled,
             }
             Path(os.environ["RESULT"]).write_text(json.dumps(result_file))
         return result
@@ -59,8 +85,23 @@ def measure():
     training.train_step = measured
 
 
+def take_grouped_experts():
+    """Megatron's own layers, with its own dispatcher, take this project's experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron_ep.megatron.experts import GroupedExperts
+
+    build = MoELayer.__init__
+
+    def with_grouped_experts(layer, config, submodules=None, *args, **options):
+        build(layer, config, dataclasses.replace(submodules, experts=GroupedExperts), *args, **options)
+
+    MoELayer.__init__ = with_grouped_experts
+
+
 take_installed_helpers()
 measure()
+if os.environ.get("EXPERTS") == "grouped":
+    take_grouped_experts()
 if os.environ.get("PACKED"):
     sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
     import packed_sequences
