@@ -9,8 +9,9 @@ Takes 4, 2 or 1 of the GPUs that are there, as many as EP. RECIPE and SET: anoth
 
     export RECIPE=qwen3_30b_a3b SET="topology.nodes=1 model.num_layers=4 model.num_moe_experts=128"
 
-A step's time is the host's, between synchronizations; GPU ms are those of the last step in which the GPU had work, by
-torch's profiler, whose own cost is in no other figure. On a fast host the second counts.
+A step's time is the host's, between synchronizations. Of the last step torch's profiler, whose own cost is in no other
+figure, tells the ms in which the GPU computed, and those in which kernels between ranks ran, which also wait for the
+other rank's host. On a fast host a step takes little more than these two.
 
 megatron_ep (with CUDA kernels), megatron-core's compiled helpers and transformer_engine must be importable. OUT: folder
 for slice.json and the logs (default: build/gpu). BUDGET: seconds for everything (470); cases that no longer fit are
@@ -198,6 +199,7 @@ def run(name, case, gpus, tree, out, limit):
         "tokens_per_second": tokens / seconds,
         "peak_gib": measured["peak_bytes"] / 2**30,
         "gpu_ms": 1e3 * measured["gpu"]["seconds"],
+        "between_ms": 1e3 * measured["gpu"]["between_ranks"],
         "launches": measured["gpu"]["launches"],
         "kernels": measured["gpu"]["kernels"],
         "losses": [row["loss"] for row in rows],
@@ -205,12 +207,15 @@ def run(name, case, gpus, tree, out, limit):
     }
 
 
-HEAD = f"{'':36} {'step ms':>8} {'GPU ms':>8} {'kernels':>8} {'tokens/s':>9} {'peak GiB':>9} {'first, last loss':>18}"
+HEAD = (
+    f"{'':36} {'step ms':>8} {'GPU ms':>8} {'between':>8} {'kernels':>8} {'tokens/s':>9} {'peak GiB':>9} "
+    f"{'first, last loss':>18}"
+)
 
 
 def line(name, row):
     losses = f"{row['losses'][0]:.4f} {row['losses'][-1]:.4f}"
-    times = f"{row['step_ms']:8.1f} {row['gpu_ms']:8.1f} {row['launches']:8}"
+    times = f"{row['step_ms']:8.1f} {row['gpu_ms']:8.1f} {row['between_ms']:8.1f} {row['launches']:8}"
     return f"{name:36} {times} {row['tokens_per_second']:9,.0f} {row['peak_gib']:9.1f} {losses:>18}"
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import runpy
 import sys
 import time
@@ -27,20 +28,35 @@ def of_all_ranks(value):
     return values
 
 
+# Kernels that wait for another rank, whose time therefore is not their own.
+WAITING = re.compile(r"ncclDevKernel|(notify|dispatch|combine)_kernel")
+
+
 def gpu_time(profiler):
-    """The seconds in which the GPU had work, and for each kernel its seconds and launches, longest first."""
-    spans, kernels = [], {}
+    """Seconds in which the GPU computed, and in which it moved rows between ranks or waited for them; and for each
+    kernel its seconds and launches, longest first."""
+    spans, kernels = {"seconds": [], "between_ranks": []}, {}
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
-            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            kind = "between_ranks" if WAITING.search(event.name()) else "seconds"
+            spans[kind].append((event.start_ns(), event.start_ns() + event.duration_ns()))
             seconds, launches = kernels.get(event.name(), (0.0, 0))
             kernels[event.name()] = (seconds + event.duration_ns() / 1e9, launches + 1)
-    busy, until = 0, 0
-    for start, end in sorted(spans):
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])
-    return {"seconds": busy / 1e9, "launches": len(spans), "kernels": [[name, *row] for name, row in longest[:60]]}
+    return {
+        **{kind: covered(of_kind) / 1e9 for kind, of_kind in spans.items()},
+        "launches": sum(launches for _, launches in kernels.values()),
+        "kernels": [[name, *row] for name, row in longest[:60]],
+    }
+
+
+def covered(spans):
+    """The length that at least one of the spans (start, end) covers."""
+    length, until = 0, 0
+    for start, end in sorted(spans):
+        length += max(0, end - max(start, until))
+        until = max(until, end)
+    return length
 
 
 def measure():
