@@ -96,7 +96,9 @@ def _checked(options: argparse.Namespace, moved: Sequence[str] = ()) -> tuple[li
 
     given = {name: getattr(options, f"ep_{name}") for name in FLAGS}
     settings = {name: value for name, value in given.items() if value is not None}
-    found = flags.translated(options.arguments, options.ep_router == "fused", settings.get("num_sms"))
+    found = flags.translated(
+        options.arguments, options.ep_router == "fused", settings.get("num_sms"), options.ep_experts == "grouped"
+    )
     notes = [*moved, *found.notes]
     wrong = found.refusals + [f"--ep-strict: {note}" for note in notes if options.ep_strict]
     correction = _command(options, found) if wrong else None
@@ -165,7 +167,7 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
         router = fused_router
     shared_buffers.configure(**settings)
     announce.show()
-    plugin.enable(router)
+    plugin.enable(router, options.ep_experts)
     if options.ep_trace is not None:
         from megatron_ep.megatron import routing_trace
 
@@ -256,6 +258,12 @@ def _add_options(parser: argparse.ArgumentParser) -> list[str]:
         choices=("megatron", "fused"),
         default="megatron",
         help="fused: this project's router, whose choices go straight to the dispatcher (default: Megatron's)",
+    )
+    parser.add_argument(
+        "--ep-experts",
+        choices=("megatron", "grouped"),
+        default="megatron",
+        help="grouped: a rank's experts as two grouped products, whose counts stay on the GPU (default: Megatron's)",
     )
     parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""A log line per pipeline stage with the number of MoE layers that use this dispatcher, and their groups."""
+"""Log lines: per pipeline stage the number of MoE layers that use this dispatcher, and their groups; and hints."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 
@@ -41,8 +42,15 @@ def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, bu
     )
 
 
+@functools.cache
+def once(text: str) -> None:
+    """Logs a line on rank 0 (level INFO), unless it has been logged."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info(f"megatron_ep: {text}")
+
+
 def show() -> None:
-    """Prints the line on the standard output from now on, independently of logging settings. Idempotent."""
+    """Prints the lines on the standard output from now on, independently of logging settings. Idempotent."""
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stdout))
         log.setLevel(logging.INFO)

@@ -45,6 +45,9 @@ REFUSED_BY_FUSED_ROUTER = {
     "--moe-router-load-balancing-type": ("sinkhorn", "quantile_balancing"),
     "--moe-router-score-function": ("sqrtsoftplus",),
 }
+REFUSED_BY_GROUPED_EXPERTS = {  # they treat matrices alone, and would give these weights to Adam
+    "--optimizer": ("muon", "dist_muon", "adaptive_muon", "soap"),
+}
 RESTART = "--inprocess-restart"  # a training script restarts in its processes (nvidia-resiliency-ext)
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's default
@@ -72,7 +75,9 @@ class Translation:
     refusals: list[str] = field(default_factory=list)
 
 
-def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: int | None = None) -> Translation:
+def translated(
+    arguments: Sequence[str], fused_router: bool = False, num_sms: int | None = None, grouped_experts: bool = False
+) -> Translation:
     """Translates the arguments of a training script for this dispatcher.
 
     Declares "alltoall" to Megatron, or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
@@ -81,6 +86,7 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
     arguments: arguments of the script, without its name.
     fused_router: whether this project's router replaces Megatron's.
     num_sms: Config.num_sms as set by the user.
+    grouped_experts: whether this project's experts replace Megatron's.
 
     Raises ValueError if a flag has no value.
     """
@@ -92,7 +98,7 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
     read, _ = _parsed(
         rest,
         switches=(OVERLAP, ROUTER_FUSION, *DEVICE_COUNTS),
-        values=(RANK_CAPACITY, *REFUSED_VALUES),
+        values=(RANK_CAPACITY, *REFUSED_VALUES, *REFUSED_BY_GROUPED_EXPERTS),
         lists=tuple(REFUSED_BY_FUSED_ROUTER),
     )
     result = Translation(rest, None, fused_router)
@@ -104,6 +110,9 @@ def translated(arguments: Sequence[str], fused_router: bool = False, num_sms: in
         if read[flag] is not None and value in (None, read[flag]):
             result.refusals.append(f"{flag} is {read[flag]}: {why}: leave it out")
             dropped.append(flag)
+    for flag, optimizers in REFUSED_BY_GROUPED_EXPERTS.items() if grouped_experts else ():
+        if read[flag] in optimizers:
+            result.refusals.append(f"{flag} is {read[flag]}, which treats matrices: leave out --ep-experts grouped")
     if fused_router:
         for flag, values in REFUSED_BY_FUSED_ROUTER.items():
             for value in set(values).intersection(read[flag] or ()):

@@ -22,13 +22,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron import chunks, routing_trace
+from megatron_ep.megatron import announce, chunks, routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
+from megatron_ep.megatron.experts import with_experts
 from megatron_ep.megatron.router import EPTopKRouter
 
 # Before 0.19 Megatron treats experts that are not divided among ranks like other parameters, even if their tensor
 # parallelism differs.
 AVERAGES_WRONGLY = Version(megatron_version).release < (0, 19)
+
+MANY_EXPERTS = 16  # on a rank, from which the launches of a product for each expert may take longer than the products
 
 Spec = TypeVar("Spec")
 
@@ -112,9 +115,16 @@ def initialize(
     if factor is not None and _needs_host_counts(layer.experts, config):
         raise ValueError(
             f"moe_expert_rank_capacity_factor is {factor}, but {type(layer.experts).__name__} wants to know on the "
-            "host how many rows each expert has: use TEGroupedMLP with use_transformer_engine_op_fuser or (from "
-            "megatron-core 0.20 on, declared as flex + hybridep) moe_use_grouped_tensor, experts of your own that read "
-            "tokens_per_expert on the device, or one expert a rank"
+            "host how many rows each expert has: use grouped experts (--ep-experts grouped, or experts='grouped'), "
+            "TEGroupedMLP with use_transformer_engine_op_fuser or (from megatron-core 0.20 on, declared as flex + "
+            "hybridep) moe_use_grouped_tensor, experts of your own that read tokens_per_expert on the device, or one "
+            "expert a rank"
+        )
+    is_te = isinstance(layer.experts, megatron_experts.TEGroupedMLP)
+    if is_te and layer.num_local_experts >= MANY_EXPERTS and not (config.fp8 or config.fp4):
+        announce.once(
+            f"{layer.num_local_experts} local experts of Transformer Engine: --ep-experts grouped computes them in two "
+            "products, which the host launches at once (docs/megatron.md, Grouped experts)"
         )
     routing_trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
@@ -150,6 +160,7 @@ def ep_layer_spec(
     pg_collection: ProcessGroupCollection | None = None,
     router: Callable[..., TopKRouter] | None = None,
     required: bool = True,
+    experts: str | None = None,
 ) -> Spec:
     """Returns a copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is unchanged.
 
@@ -159,22 +170,24 @@ def ep_layer_spec(
         version passes a model's groups to no layer class but its own.
     router: builder of the layers' routers, e.g. `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
     required: whether a spec without a `MoELayer` is an error; otherwise it is returned unchanged.
+    experts: "grouped": `megatron_ep.megatron.experts.GroupedExperts`; None keeps the spec's.
 
-    Raises ValueError if there is no `MoELayer` in the spec, and `required` is set.
+    Raises ValueError if there is no `MoELayer` in the spec, and `required` is set; and as `experts.with_experts` does.
     """
 
     def replace_layer(node: Any) -> Any:
         """Returns the spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
         if isinstance(node, ModuleSpec) and get_module(node) in (MoELayer, EPMoELayer):
             params = node.params if pg_collection is None else {**node.params, "pg_collection": pg_collection}
-            submodules = with_router(node.submodules)
+            submodules = changed(node.submodules)
             return dataclasses.replace(node, module=EPMoELayer, params=params, submodules=submodules)
         if isinstance(node, functools.partial) and node.func in (MoELayer, EPMoELayer):
-            submodules = with_router(node.keywords["submodules"])
+            submodules = changed(node.keywords["submodules"])
             return functools.partial(EPMoELayer, *node.args, **{**node.keywords, "submodules": submodules})
         return None
 
-    def with_router(submodules: MoESubmodules) -> MoESubmodules:
+    def changed(submodules: MoESubmodules) -> MoESubmodules:
+        submodules = with_experts(submodules, experts)
         return submodules if router is None else dataclasses.replace(submodules, router=router)
 
     copy = replaced(spec, replace_layer)

@@ -17,12 +17,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import agreement
+from megatron_ep.megatron.experts import KINDS, with_experts
 from megatron_ep.megatron.layer import EPMoELayer, initialize
 
 _original: Callable[..., None] | None = None
 
 
-def enable(router: Callable[..., TopKRouter] | None = None) -> None:
+def enable(router: Callable[..., TopKRouter] | None = None, experts: str | None = None) -> None:
     """Makes every `MoELayer` built in this process from now on move its tokens with `EPTokenDispatcher`.
 
     No step and no checkpoint of Megatron then keeps results of a failed call: it raises an EPError instead
@@ -33,12 +34,15 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
 
     router: builder that replaces Megatron's `TopKRouter` in these layers and in `EPMoELayer`s, e.g.
         `megatron_ep.megatron.router.fused_router`. Routers of other classes are kept; with None all are.
+    experts: "grouped": `megatron_ep.megatron.experts.GroupedExperts` in these layers, too; None keeps Megatron's.
 
-    Raises RuntimeError if it is already enabled.
+    Raises RuntimeError if it is already enabled; ValueError for other experts.
     """
     global _original
     if _original is not None:
         raise RuntimeError("plugin.enable(): already enabled; disable() first")
+    if experts not in (None, *KINDS):
+        raise ValueError(f"experts is {experts!r}, must be one of {', '.join(map(repr, KINDS))} or None")
     original = _original = MoELayer.__init__
 
     @functools.wraps(original)
@@ -47,6 +51,7 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
     ) -> None:
         if router is not None and submodules is not None and submodules.router is TopKRouter:
             submodules = dataclasses.replace(submodules, router=router)
+        submodules = submodules and with_experts(submodules, experts)
         build = functools.partial(original, layer)
         if not isinstance(layer, EPMoELayer):  # a layer of a spec creates its own EPTokenDispatcher
             build = functools.partial(initialize, layer, build)

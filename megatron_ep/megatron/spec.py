@@ -19,7 +19,11 @@ from megatron_ep.megatron.router import fused_router
 
 
 def gpt(
-    config: Any, vp_stage: int | None = None, *, router: Callable[..., TopKRouter] | None = None
+    config: Any,
+    vp_stage: int | None = None,
+    *,
+    router: Callable[..., TopKRouter] | None = None,
+    experts: str | None = None,
 ) -> TransformerBlockSubmodules:
     """Returns Megatron's decoder block for this model, with `EPTokenDispatcher` in its MoE layers.
 
@@ -28,7 +32,7 @@ def gpt(
 
     config: a TransformerConfig, such as Bridge's providers, or an object with one as `transformer` (Megatron-LM).
     vp_stage: the virtual pipeline stage, if there are several.
-    router: see `ep_layer_spec`.
+    router, experts: see `ep_layer_spec`.
 
     Raises ValueError if the model has no experts, attention for which Megatron has another block, or mtp_num_layers
     without the plugin.
@@ -53,9 +57,21 @@ def gpt(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return ep_layer_spec(spec, router=router, required=False)  # a pipeline stage may have dense layers only
+    return ep_layer_spec(
+        spec, router=router, required=False, experts=experts
+    )  # a pipeline stage may have dense layers only
 
 
 def gpt_fused_router(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Returns the block of `gpt` with the fused router instead of Megatron's."""
     return gpt(config, vp_stage, router=fused_router)
+
+
+def gpt_grouped_experts(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Returns the block of `gpt` with grouped experts instead of Megatron's."""
+    return gpt(config, vp_stage, experts="grouped")
+
+
+def gpt_fused_router_grouped_experts(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Returns the block of `gpt` with the fused router and grouped experts instead of Megatron's."""
+    return gpt(config, vp_stage, router=fused_router, experts="grouped")

@@ -55,7 +55,8 @@ def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
     if recipe.dispatcher.type == "ep":
         topology = Topology(recipe.topology.nodes, recipe.topology.ranks_per_node)
         shared_buffers.configure(topology, **recipe.dispatcher.settings())
-        spec = ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)
+        router = fused_router if recipe.dispatcher.router == "fused" else None
+        spec = ep_layer_spec(spec, router=router, experts=recipe.dispatcher.experts)
     if recipe.dataset.packed:
         spec = sequence_spec(spec) if recipe.dispatcher.sequences else varlen_spec(spec)
     model = GPTModel(

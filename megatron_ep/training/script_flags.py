@@ -55,6 +55,8 @@ def ep_flags(recipe: ScriptRecipe) -> list[str]:
             f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this project"
         )
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
+    if recipe.dispatcher.experts == "grouped":
+        words += ["--ep-experts", "grouped"]
     if recipe.dispatcher.sequences:
         words.append("--ep-sequences")
     if recipe.dispatcher.trace is not None:

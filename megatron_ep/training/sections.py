@@ -278,6 +278,7 @@ class Dispatcher(Section):
     """The dispatcher. ep: this project's; alltoall and allgather: Megatron-Core's, which ignore the other keys.
 
     router: fused: this project's router, which passes ids directly to the dispatcher; megatron: Megatron-Core's.
+    experts: grouped: a rank's experts as two grouped products (`megatron_ep.megatron.experts`); megatron: its own.
     sequences: balances attention of packed sequences over ranks (`megatron_ep.megatron.attention`).
     trace: a directory for the numbers of tokens that each router sends to each expert (`megatron-ep balance`).
     moe_...: see `megatron_ep.megatron.options.Options`. All others: fields of `megatron_ep.Config` (None: the default);
@@ -286,6 +287,7 @@ class Dispatcher(Section):
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
     router: Literal["fused", "megatron"] = "fused"
+    experts: Literal["grouped", "megatron"] = "megatron"
     sequences: bool = False
     trace: str | None = None
     timeout: PositiveFloat | None = None
@@ -299,7 +301,7 @@ class Dispatcher(Section):
 
     def settings(self) -> dict[str, Any]:
         """Returns the given settings of `megatron_ep.Config` and the options."""
-        return self.model_dump(exclude={"type", "router", "sequences", "trace"}, exclude_defaults=True)
+        return self.model_dump(exclude={"type", "router", "experts", "sequences", "trace"}, exclude_defaults=True)
 
     @model_validator(mode="after")
     def _relations(self) -> Dispatcher:
