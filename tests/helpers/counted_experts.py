@@ -32,15 +32,6 @@ class CountedExperts(torch.nn.Module):
         return (out * probs.unsqueeze(1)).to(rows.dtype), None
 
 
-class GroupedExperts(CountedExperts):
-    """The same with torch's grouped products, bf16 on Hopper and newer; rows behind the last are left as they are."""
-
-    def forward(self, rows, tokens_per_expert, probs):
-        ends = tokens_per_expert.to(rows.device).cumsum(0).int()
-        hidden = torch.tanh(torch._grouped_mm(rows, self.first, offs=ends))
-        return (torch._grouped_mm(hidden, self.second, offs=ends) * probs.unsqueeze(1)).to(rows.dtype), None
-
-
 def make_layer(config, experts=CountedExperts, router=None):
     """An EPMoELayer with such experts."""
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
