@@ -181,9 +181,11 @@ def with_experts(submodules: MoESubmodules, experts: str | None) -> MoESubmodule
     """
     if experts not in (None, *KINDS):
         raise ValueError(f"experts is {experts!r}, must be one of {', '.join(map(repr, KINDS))} or None")
+    if experts != "grouped":
+        return submodules
     given = submodules.experts
-    kind = given.func if isinstance(given, functools.partial) else get_module(given) if given is not None else None
-    if experts != "grouped" or kind is GroupedExperts:
+    kind = given.func if isinstance(given, functools.partial) else get_module(given)
+    if kind is GroupedExperts:
         return submodules
     if kind not in (TEGroupedMLP, SequentialMLP):
         name = getattr(kind, "__name__", str(kind))

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_ep.megatron.grouped_products import Delayed, adds_to_main_grad, linear, weight_gradient
+from megatron_ep.megatron.optimizer_states import IS_GROUPED, guard
 
 DELAYS = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -46,6 +47,7 @@ class GroupedLinear(torch.nn.Module):
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
+        guard()
         self._config, self._groups, self._split, self._halves = config, groups, split, halves
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         made = dict(device=device, dtype=config.params_dtype)
@@ -58,7 +60,7 @@ class GroupedLinear(torch.nn.Module):
         )
         for parameter in self.parameters():
             is_split = parameter is self.weight or split == 0
-            _mark(parameter, allreduce=not has_own_ranks, tensor_model_parallel=is_split)
+            _mark(parameter, allreduce=not has_own_ranks, tensor_model_parallel=is_split, **{IS_GROUPED: True})
             if is_split:
                 _mark(parameter, partition_dim=split + 1, partition_stride=1)
         delays = any(getattr(config, field, False) for field in DELAYS)

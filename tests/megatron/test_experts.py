@@ -47,9 +47,10 @@ ACTIVATIONS = {
 }
 
 
-def settings(tp=1, **options):
-    join_layout(tp, W // tp)
-    defaults = dict(params_dtype=torch.float32, num_moe_experts=L * (W // tp), ffn_hidden_size=48)
+def settings(tp=1, ep=None, **options):
+    ep = ep or W // tp
+    join_layout(tp, ep)
+    defaults = dict(params_dtype=torch.float32, num_moe_experts=L * ep, ffn_hidden_size=48)
     return make_config(**{**defaults, **options})
 
 

@@ -1,0 +1,185 @@
+"""Checkpoints of `GroupedExperts` and of SequentialMLP, each read by the other: parameters and states of optimizers.
+
+A test is a function that runs on all four ranks.
+"""
+
+import pytest
+from run_on import run_on
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from test_experts import ACTIVATIONS, given, make, parameters, settings
+
+from megatron_ep.megatron.experts import GroupedExperts
+
+pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
+
+KINDS = {"sequential": SequentialMLP, "grouped": GroupedExperts}
+WAYS = [("sequential", "grouped"), ("grouped", "sequential"), ("grouped", "grouped")]
+LAYOUTS = {  # tensor-parallel ranks of experts, expert-parallel ranks of the writer and the reader
+    "EP 4": ((1, 4), (1, 4)),
+    "EP 2 from EP 4": ((1, 4), (1, 2)),
+    "ETP 2, EP 2 from EP 4": ((1, 4), (2, 2)),
+    "EP 4 from ETP 2, EP 2": ((2, 2), (1, 4)),
+}
+
+
+def shared_folder():
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+class Model(MegatronModule):
+    def __init__(self, config, kind, seed):
+        super().__init__(config)
+        self.experts = make(KINDS[kind], config, seed)
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))  # of no expert
+
+    def forward(self, x, *args):
+        return self.experts(x * self.scale, *args)[0]
+
+
+def metadata(**options):
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **options}
+
+
+def wholes(model):
+    """The parameters of all experts of all ranks, by linear layer: [E, ...], tensor-parallel parts side by side."""
+    groups, found = get_default_pg_collection(), []
+    of_layer = [(name, parameter) for name, parameter in make(GroupedExperts, model.config).named_parameters()]
+    for (name, parameter), own in zip(of_layer, parameters(model.experts), strict=True):
+        axis = getattr(parameter, "partition_dim", None)
+        if axis is not None:
+            halves = 2 if model.config.gated_linear_unit and "fc1" in name else 1
+            parts = [part.chunk(halves, dim=axis) for part in gathered(own, groups.expt_tp)]
+            own = torch.cat([piece for half in zip(*parts, strict=True) for piece in half], dim=axis)
+        found.append(torch.cat(gathered(own, groups.ep)))
+    return found
+
+
+def gathered(own, group):
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return parts
+
+
+def config_of(layout, **options):
+    tp, ep = layout
+    return settings(tp=tp, ep=ep, num_moe_experts=8, **options)
+
+
+APART = {"singleton_local_shards": True}  # a tensor for each expert
+
+
+@pytest.mark.parametrize(
+    ("layouts", "activation", "how"),
+    [
+        *((layouts, "swiglu", {}) for layouts in LAYOUTS),
+        ("ETP 2, EP 2 from EP 4", "gelu", {}),
+        ("ETP 2, EP 2 from EP 4", "swiglu", APART),
+        ("EP 4", "quick geglu with bias", {}),
+        ("ETP 2, EP 2 from EP 4", "quick geglu with bias", {}),
+    ],
+)
+@pytest.mark.parametrize(("writer", "reader"), WAYS)
+@run_on("four_ranks")
+def test_parameters(layouts, activation, how, writer, reader):
+    before, after = LAYOUTS[layouts]
+    model = Model(config_of(before, **ACTIVATIONS[activation]), writer, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("fc1.bias"):
+                parameter.normal_()  # each rank's own part; those of fc2 are the same on tensor-parallel ranks
+    folder, expected = shared_folder(), wholes(model)
+    dist_checkpointing.save(model.sharded_state_dict(metadata=metadata(**how)), folder)
+    dist.barrier()
+    model = Model(config_of(after, **ACTIVATIONS[activation]), reader, seed=4)
+    assert not torch.equal(wholes(model)[0], expected[0])
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(metadata=metadata(**how)), folder))
+    for actual, wanted in zip(wholes(model), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@run_on("four_ranks")
+def test_state_dicts():
+    """TEGroupedMLP's keys out, those and SequentialMLP's in."""
+    config = settings(**ACTIVATIONS["quick geglu with bias"])
+    one, other = Model(config, "grouped", 3), Model(config, "grouped", 4)
+    state = one.state_dict()
+    names = ["scale"] + [
+        f"experts.linear_fc{n}.{kind}{i}" for n in (1, 2) for kind in ("weight", "bias") for i in range(4)
+    ]
+    extra = [f"experts.linear_fc{n}._extra_state" for n in (1, 2)]
+    assert sorted(state) == sorted([*names, *extra])
+    other.load_state_dict(state)
+    theirs = Model(config, "sequential", 5)
+    for source in (one, theirs):
+        other.load_state_dict(source.state_dict())
+        for actual, wanted in zip(parameters(other.experts), parameters(source.experts), strict=True):
+            assert torch.equal(actual, wanted)
+    del state["experts.linear_fc1.weight2"]
+    with pytest.raises(RuntimeError, match="linear_fc1.weight"):
+        other.load_state_dict(state)
+
+
+# ---- states of optimizers
+
+
+def trained(kind, config, seed, steps, distributed=True):
+    """A model in Megatron's DDP after some steps, and its optimizer."""
+    model = Model(config, kind, seed)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, ddp, model)
+    made = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, bf16=True, use_distributed_optimizer=distributed
+    )
+    optimizer = get_megatron_optimizer(made, [wrapped], use_gloo_process_groups=False)
+    for number in range(steps):
+        step(wrapped, optimizer, number)
+    return wrapped, optimizer
+
+
+def step(model, optimizer, number):
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    x, counts, probs, grad = given(model.config, (3, 0, 9, 5), seed=10 * number)
+    model(x.requires_grad_(), counts, probs).backward(grad)
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("writer", "reader"), WAYS)
+@pytest.mark.parametrize("kind", ["fully_reshardable", None])
+@run_on("four_ranks")
+def test_optimizers_by_parameter(writer, reader, kind):
+    """The format that is not in the order of memory, and an optimizer that is not distributed (None)."""
+    config = settings(params_dtype=torch.bfloat16, bf16=True)
+    folder = shared_folder()
+    extra = metadata(distrib_optim_sharding_type=kind) if kind else metadata()
+
+    def state(model, optimizer, is_loading):
+        of_model = model.module.sharded_state_dict(metadata=extra)
+        return {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading, metadata=extra)}
+
+    model, optimizer = trained(writer, config, 3, 2, distributed=kind is not None)
+    dist_checkpointing.save(state(model, optimizer, False), folder)
+    dist.barrier()
+    step(model, optimizer, 2)
+    other, continued = trained(reader, config, 4, 0, distributed=kind is not None)
+    loaded = dist_checkpointing.load(state(other, continued, True), folder)
+    other.module.load_state_dict(loaded["model"])
+    continued.load_state_dict(loaded["optimizer"])
+    step(other, continued, 2)
+    for actual, wanted in zip(parameters(other.module.experts), parameters(model.module.experts), strict=True):
+        assert torch.equal(actual, wanted)
