@@ -38,8 +38,8 @@ MIN_LOST = 10  # least number of retransmitted packets that counts, because some
 TRIAL_BYTES = 128 << 10  # more than any packet
 TRIAL_S = 10.0  # time limit of these bytes in seconds
 BLACK_HOLE = (
-    f"{TRIAL_BYTES >> 10} KiB do not arrive within {TRIAL_S:g} s: packets above some size are lost (a smaller MTU on "
-    "the way); ping -M do -s 1472 HOST, or 8972 with jumbo frames, finds it"
+    f"{TRIAL_BYTES >> 10} KiB do not arrive within {TRIAL_S:g} s: packets above some size are lost, because a link on "
+    "the way has a smaller MTU; ping -M do -s 1472 HOST, or 8972 with jumbo frames, shows whether this is so"
 )
 Told = TypeVar("Told")
 
