@@ -200,7 +200,7 @@ class DispatchPlan:
                         tensor.resize_(counts[0].rows, *tensor.shape[1:])
                 return outputs
             layouts, phase = [ranks[0].layout], RETRY
-            del ranks, outputs  # the guess was wrong, and its memory can hold tensors of the exact size
+            del ranks, outputs, values  # the guess was wrong, and its memory can hold tensors of the exact size
         else:
             asked: tuple[Any, ...] = ()
             for i, size in enumerate(self.layout_sizes):

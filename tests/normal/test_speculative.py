@@ -1,6 +1,7 @@
 """Dispatches that are launched before their counts are known, into memory for about as many rows as last time."""
 
 import time
+import weakref
 
 import pytest
 import rank_threads as ranks_as_threads
@@ -133,6 +134,31 @@ def test_no_memory_for_a_guess():
             backend.new_output = full
         round_trip(buffers, *inputs([300, 300], 2, seed))
     assert guesses(buffers) == [[True] * 2, []]
+
+
+def test_the_memory_of_a_wrong_guess_holds_the_rows():
+    """Nothing of a guess is alive when its rows are allocated anew."""
+    buffers = buffers_of(1, 2)
+    backend, made = buffers[0]._group.live_backend(), []
+    new_output = backend.new_output
+
+    def noted(shape, dtype):
+        alive = sum(rows() is not None for rows in made)
+        out = new_output(shape, dtype)
+        made.append(weakref.ref(out.untyped_storage()))
+        asked.append((shape[0], alive))
+        return out
+
+    for rows_of_expert in (800, 800, 100):
+        ids = torch.full((800, 1), -1)
+        ids[:rows_of_expert] = 0
+        made, asked, backend.new_output = [], [], noted
+        x = torch.randn(800, HIDDEN)
+        found = run_together(buffers, lambda buffer: ep.dispatch([x], [ids], buffer=buffer))
+        assert len(found[0].x[0]) == 2 * rows_of_expert
+        backend.new_output = new_output
+    assert backend.guesses == [True, False]
+    assert asked == [(asked[0][0], 0), (200, 0)] and asked[0][0] > 1600, asked
 
 
 def test_ids_that_are_none():
