@@ -1,6 +1,7 @@
 """Runs a benchmark that answers a question of the developers: python tests/bench/run.py NAME, each with its --help.
 
 The modules bench_NAME.py of this folder, which take the loop and the report of `megatron-ep bench`:
+    imbalance  a layer if one of several GPUs gets more rows than the others, and NCCL's all-to-all
     models     dispatch and combine of a layer of four models in training, on several GPUs, and Megatron's all-to-all
     router     the gate, on the CPU or a GPU
     sequences  attention on other ranks: the way there and back, and what balance gains
@@ -11,7 +12,7 @@ import sys
 
 from megatron_ep.tools.bench.main import run
 
-NAMES = ("models", "router", "sequences")
+NAMES = ("imbalance", "models", "router", "sequences")
 
 
 def main(argv: list[str]) -> int:

@@ -61,12 +61,12 @@ class AllToAll:
 
     def there(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, ...] to what arrives. Differentiable once, as `back` is."""
-        out: torch.Tensor = _Linear.apply(self._there, self._back, x)
+        out: torch.Tensor = Linear.apply(self._there, self._back, x)
         return out
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """What arrived to [num_rows, ...]; sums, in float32, where a row went to several ranks."""
-        sums: torch.Tensor = _Linear.apply(self._back, self._there, rows)
+        sums: torch.Tensor = Linear.apply(self._back, self._there, rows)
         return sums
 
     def _there(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class AllToAll:
         return out
 
 
-class _Linear(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     """A move and its transpose."""
 
     @staticmethod
