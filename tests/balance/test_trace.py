@@ -203,3 +203,18 @@ def test_headers_are_checked():
     for wrong in ({"rank": 3}, {"group": (0, 0)}, {"num_experts": 0}, {"expert_ranks": 0}, {"topk": "2"}):
         with pytest.raises(ValueError):
             trace_file._check(dataclasses.replace(routing_traces.HEADER, **wrong))
+
+
+def test_passes_are_merged_by_layer(tmp_path):
+    written = counts(steps=5, layers=2, micro_batches=1)
+    found = trace.merged(trace.read(routing_traces.write(tmp_path, written, layers=(1, 2))), 2)
+    [group] = found.groups
+    assert list(zip(group.steps, group.layers, strict=True)) == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert np.array_equal(read_back(found)[:, :, 0], written[0:4:2, :, 0] + written[1:4:2, :, 0])
+
+
+def test_fewer_ranks_and_more_share_the_experts(tmp_path):
+    found = trace.read(routing_traces.write(tmp_path, counts()))
+    assert trace.folded(found, 8).expert_ranks == 8
+    with pytest.raises(ValueError, match="--fold is 3, must divide the 8 experts"):
+        trace.folded(found, 3)

@@ -78,6 +78,27 @@ def test_megatrons_trace(tmp_path, capsys):
     assert json.loads((tmp_path / "all.json").read_text())["expert_ranks"] == 1
 
 
+def test_what_copies_gain(tmp_path, capsys):
+    """Two experts of one rank have half of all rows; four ranks become eight, and two steps one."""
+    counts = np.full((20, 1, 1, 4, 16), 100)
+    counts[..., :2] = 700
+    routing_traces.write(tmp_path / "trace", counts)
+    options = ["--fold", "8", "--merge", "2", "--copies", "1,2", "--share", "0.2", "--node", "4", "--json", "all.json"]
+    assert cli.main(["balance", "trace", *options]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8 ranks, 16 experts, top-1: 10 of 20 steps, 10 passes of a layer, 2,800 rows a rank and")
+    assert "predicted with B copies a rank within nodes of 4: max/mean" in text
+    before = (700 + 700) / (2 * 700 + 14 * 100) * 8
+    after = before * (1400 + 3 * 200) / 4 / 1400
+    *_, last = text.splitlines()
+    assert last.split()[:5] == ["1", "to", "19", f"{before:.3f}", f"{after:.3f}"]
+    gains = json.loads((tmp_path / "all.json").read_text())["copies"]
+    whole = [gain for gain in gains if gain["last"] - gain["first"] > 2]
+    assert [gain["slots"] for gain in whole] == [1, 2]
+    share = 0.2 * (before - after) / (1 + 0.2 * (before - 1))
+    assert all(gain["most"] == pytest.approx(share) and 0 < gain["least"] < share for gain in whole)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -90,6 +111,14 @@ def test_megatrons_trace(tmp_path, capsys):
         (["trace", "--experts", "8"], ["--experts is 8, but trace says how many there are"]),
         (["trace", "--ep", "4"], ["--ep is 4, but trace says how many there are"]),
         (["theirs", "--experts", "4", "--ep", "3"], ["--ep is 3, must divide the 1 ranks"]),
+        (["trace", "--fold", "3"], ["--fold is 3, must divide the 8 experts"]),
+        (["trace", "--merge", "41"], ["--merge is 41, but layer 2 has 40 passes"]),
+        (["trace", "--copies", "0"], ["--copies is 0, must be"]),
+        (["trace", "--copies", "many"], ["--copies is 'many', must be a number, or several"]),
+        (["trace", "--copies", "1", "--node", "3"], ["--node is 3, must divide the 4 ranks"]),
+        (["trace", "--node", "2"], ["--node is 2, which only --copies uses"]),
+        (["trace", "--copies", "1", "--share", "0"], ["--share is 0, must be greater than 0 and at most 1"]),
+        (["trace", "--copies", "1", "--gb-s", "nan"], ["--gb-s is nan, must be greater than 0"]),
         (["trace", "--first-step", "0"], ["--first-step is 0"]),
         (["trace", "--first-step", "21"], ["--first-step is 21, but the trace ends with step 20"]),
     ],

@@ -81,17 +81,24 @@ def layers(trace: Trace) -> list[LayerSpread]:
 
 
 def periods(trace: Trace) -> list[Period]:
-    """Returns PERIODS parts with equally many steps, or a part per step, and then the whole run."""
+    """Returns the spread in the `parts` of a run."""
     loads = [rank_loads(expert_rows(group), trace.expert_ranks) for group in trace.groups]
     spread = np.concatenate([max_over_mean(load) for load in loads])
     steps = np.concatenate([group.steps for group in trace.groups])
-    numbers = np.unique(steps)
     found = []
-    for part in (*np.array_split(numbers, min(PERIODS, len(numbers))), numbers):
-        of_part = spread[(steps >= part[0]) & (steps <= part[-1])]
+    for first, last in parts(steps):
+        of_part = spread[(steps >= first) & (steps <= last)]
         p50, p95 = np.quantile(of_part, (0.5, 0.95))
-        found.append(Period(int(part[0]), int(part[-1]), float(p50), float(p95), float(of_part.mean())))
+        found.append(Period(first, last, float(p50), float(p95), float(of_part.mean())))
     return found
+
+
+def parts(steps: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the first and last step of PERIODS parts with equally many steps, or of a part per step, and then those
+    of the whole run."""
+    numbers = np.unique(steps)
+    split = (*np.array_split(numbers, min(PERIODS, len(numbers))), numbers)
+    return [(int(part[0]), int(part[-1])) for part in split]
 
 
 def _halves(steps: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[float, float]:

@@ -137,6 +137,40 @@ def since(trace: Trace, step: int) -> Trace:
     return dataclasses.replace(trace, groups=tuple(_taken(group, group.steps >= step) for group in trace.groups))
 
 
+def folded(trace: Trace, ranks: int) -> Trace:
+    """Returns the trace as if this number of ranks shared the experts.
+
+    Raises ValueError if it does not divide the number of experts.
+    """
+    if trace.num_experts % ranks:
+        raise ValueError(f"--fold is {ranks}, must divide the {trace.num_experts} experts")
+    return dataclasses.replace(trace, expert_ranks=ranks)
+
+
+def merged(trace: Trace, passes: int) -> Trace:
+    """Returns the trace with this number of consecutive passes of a layer added to one, which has the step and
+    micro-batch of the first. The passes that remain at the end are omitted.
+
+    Raises ValueError if a layer has fewer passes.
+    """
+    return dataclasses.replace(trace, groups=tuple(_merged(group, passes) for group in trace.groups))
+
+
+def _merged(group: Group, passes: int) -> Group:
+    firsts, counts = [], []
+    for layer in np.unique(group.layers):
+        [of_layer] = np.nonzero(group.layers == layer)
+        if len(of_layer) < passes:
+            raise ValueError(f"--merge is {passes}, but layer {layer} has {len(of_layer)} passes")
+        together = of_layer[: len(of_layer) // passes * passes].reshape(-1, passes)
+        firsts.append(together[:, 0])
+        counts.append(group.counts[together].sum(axis=1))
+    order = np.argsort(np.concatenate(firsts))
+    kept = np.concatenate(firsts)[order]
+    steps, layers, micro_batches = group.steps[kept], group.layers[kept], group.micro_batches[kept]
+    return Group(group.sources, steps, layers, micro_batches, np.concatenate(counts)[order])
+
+
 def _taken(group: Group, taken: np.ndarray) -> Group:
     columns = (group.steps, group.layers, group.micro_batches, group.counts)
     return Group(group.sources, *(column[taken] for column in columns))
