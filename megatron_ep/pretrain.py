@@ -208,6 +208,7 @@ def _end_process(error: Exception) -> None:
     """Ends this process with status 1 after a failed call, because its usual exit waits for the GPU, which may wait for
     a rank that never comes."""
     sys.excepthook(type(error), error, error.__traceback__)
+    _finish_publishing()
     if not isinstance(error, EPStuckError):  # after it nothing may use the GPU
         timer = threading.Timer(EXIT_S, os._exit, [1])
         timer.daemon = True
@@ -218,6 +219,13 @@ def _end_process(error: Exception) -> None:
     os._exit(1)
 
 
+def _finish_publishing() -> None:
+    """Waits until the store of torch.distributed has the failure of this process, for ranks that hear of it there."""
+    from megatron_ep.megatron import agreement
+
+    agreement.finish_publishing()
+
+
 def _end_unless_raised(cause: str) -> None:
     """Ends this process if no call raises a known failure, because the main thread waits in another library for a rank
     that never comes."""
@@ -226,6 +234,7 @@ def _end_unless_raised(cause: str) -> None:
         if failures.has_unseen():
             print(f"megatron_ep.pretrain: {cause}\nThis process is inside another wait, and ends:", file=sys.stderr)
             faulthandler.dump_traceback(file=sys.stderr)
+            _finish_publishing()
             os._exit(1)
 
     timer = threading.Timer(RAISE_S, end)

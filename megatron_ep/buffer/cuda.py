@@ -21,7 +21,7 @@ from megatron_ep.buffer.launch_events import LaunchEvents
 from megatron_ep.errors import EPStuckError
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
-from megatron_ep.meeting.place import in_thread
+from megatron_ep.meeting.stores import in_thread
 
 T = TypeVar("T")
 

@@ -237,7 +237,7 @@ class DistributedRankGroup(RankGroup):
         if self._network is not None:
             self._network.close()
         super()._let_go()
-        self.__dict__.pop("_rendezvous", None)  # closes a connection to the store
+        self.__dict__.pop("_rendezvous", None)  # whose keys rank 0 deletes when it is gone
 
     def _end_waits_for_this_rank(self) -> None:
         """Ends the calls that other ranks have entered and this one, which closes its buffer, never will."""

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import peer_memory
-from megatron_ep.meeting.place import bounded
 from megatron_ep.meeting.rendezvous import DECISION_S, StoreRendezvous
+from megatron_ep.meeting.stores import bounded
 
 MAPS_OTHERS, MAPS_NOBODY = "maps others", "maps nobody"
 

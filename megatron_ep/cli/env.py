@@ -92,14 +92,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _compare_all() -> int:
     from torch.distributed import PrefixStore, rendezvous
 
-    from megatron_ep.meeting import codec, place
+    from megatron_ep.meeting import codec, stores
 
     timeout = timedelta(seconds=PATIENCE_S)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     report = env.collect()
     try:
-        text, status = place.bounded(LIMIT_S, lambda: exchange(store, rank, world_size, report, timeout))
+        text, status = stores.bounded(LIMIT_S, lambda: exchange(store, rank, world_size, report, timeout))
     except RuntimeError as error:
         print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
         return 1

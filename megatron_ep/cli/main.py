@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Runs the command of this process, and ends the process with its exit status."""
     status = main()
-    place = sys.modules.get("megatron_ep.meeting.place")
-    if place is not None and place.has_abandoned_calls():
+    stores = sys.modules.get("megatron_ep.meeting.stores")
+    if stores is not None and stores.has_abandoned_calls():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

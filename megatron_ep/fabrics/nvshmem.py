@@ -10,7 +10,7 @@ from megatron_ep import _C
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, gpu, nvshmem_env
 from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection, over_library
-from megatron_ep.meeting.place import bounded
+from megatron_ep.meeting.stores import bounded
 
 SETUP_S = 300.0  # least timeout: set-up takes long with many ranks, and cannot be repeated after a timeout
 

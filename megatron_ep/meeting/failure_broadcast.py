@@ -1,8 +1,9 @@
 """Broadcasts the first failure to ranks that share no memory, through the store of their rendezvous. The first reason
 is written there once, and all ranks poll for it.
 
-A separate thread uses a separate connection to the store: a store that does not answer delays no call, and is no
-failure. The content is decoded as a number and three texts, which are only displayed.
+A separate thread uses the store: a store that does not answer delays no call, and is no failure. Only the end of the
+thread waits for it, if the store does not have the failure of this rank yet. The content is decoded as a number and
+three texts, which are only displayed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_ep.meeting import codec
+from megatron_ep.meeting import codec, stores
 
 INTERVAL_S = 0.25
 MAX_READERS = 4000  # reads of a store per second: with more ranks each polls less often
 ANSWER_S = 3.0  # time that a failed rank waits to learn whether another rank failed first
-END_S = 1.0  # time to wait for the thread when it is stopped
+END_S = 1.0  # time to wait for the thread when it is stopped and has nothing to publish
 
 log = logging.getLogger(__name__)
 
@@ -88,18 +89,23 @@ class FailureBroadcast:
             self._is_known.clear()
 
     def stop(self) -> None:
-        """Stops the thread. May be called from any thread."""
+        """Stops the thread, once the store has the failure of this rank: this process may end. May be called from any
+        thread."""
         self._is_over = True
         self._wake.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(END_S)
+            self._thread.join(stores.STORE_S if self._is_publishing else END_S)
+
+    @property
+    def _is_publishing(self) -> bool:
+        return self._own is not None and self._first is None
 
     def _run(self) -> None:
         try:
-            while not self._is_over:
+            while not self._is_over or self._is_publishing:
                 self._wake.wait(self._interval)
                 self._wake.clear()
-                if not self._is_over:
+                if not self._is_over or self._is_publishing:
                     self._exchange()
         except ValueError as error:
             log.warning(
@@ -117,11 +123,12 @@ class FailureBroadcast:
         key = f"first failure/{epoch}"
         if first is not None:
             return
+        data: bytes | None
         if own is not None:
             data = self._store.compare_set(key, "", codec.encode(own).decode())
-        elif self._store.check([key]):
-            data = self._store.get(key)
         else:
+            data = stores.read(self._store, key)
+        if data is None:
             return
         told = codec.decode(data, Failure)
         shown = Failure(told.rank, *(codec.readable(text) for text in (told.outcome, told.cause, told.incident)))

@@ -4,6 +4,7 @@ replace them must find each other, and ignore keys of the former ones.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -11,22 +12,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_ep.errors import EPError
-from megatron_ep.meeting import codec, processes
+from megatron_ep.meeting import codec, processes, stores
 from megatron_ep.meeting.addresses import VARIABLE, address_in
+from megatron_ep.meeting.stores import STORE_S
 
-Result = TypeVar("Result")
-
-PUBLISH_S = 5.0  # seconds that a store may take for optional messages
-STORE_S = 60.0  # seconds that the ranks of a group without a store may take to connect to the store of rank 0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,12 @@ class Presence:
 class Place:
     """The keys of one rank, for all rendezvous of a group.
 
-    store: a store whose keys only ranks of the group use.
+    store: a store, see `stores.connected`. prefix: of the keys, which only ranks of the group use.
     name: name of the place in errors.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str):
-        self.store = store
+    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str, prefix: str = "megatron_ep"):
+        self.store, self._prefix = store, prefix
         self.rank, self.world_size, self.name = rank, world_size, name
         self.begun = 0  # number of rendezvous
         self.came = 0.0  # when this rank began the last one, by `time.time()`
@@ -76,20 +73,27 @@ class Place:
         self.left: list[Callable[[dist.Store], None]] = []  # functions that delete the keys of finished rendezvous
         self.heard: set[str] = set()  # names of known failures
 
+    def connection(self) -> dist.Store:
+        """Returns this process's connection to the store, with the keys of the group."""
+        return self._keys(stores.connected(self.store))
+
+    def _keys(self, store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(self._prefix, store)
+
     def write(self, store: dist.Store, question: str = "", failure: str = "") -> None:
         """Writes this rank's presence."""
         self.heard.update(question.split())
         own = processes.machine(), os.getpid(), time.time(), self.begun
         presence = Presence(question, *own, codec.readable(failure))
-        store.set(f"rank/{self.rank}", codec.encode(presence).decode())
+        stores.write(store, f"rank/{self.rank}", codec.encode(presence).decode())
 
     def read(self, store: dist.Store, rank: int) -> Presence | None:
         """Returns another rank's presence; None if it has written none."""
-        key = f"rank/{rank}"
-        if not store.check([key]):
+        data = stores.read(store, f"rank/{rank}")
+        if data is None:
             return None
         try:
-            return codec.decode(store.get(key), Presence)
+            return codec.decode(data, Presence)
         except ValueError:  # no rank of this library wrote it
             return None
 
@@ -106,11 +110,14 @@ class Place:
 
     def publish(self, failure: str = "") -> None:
         """Publishes that this process takes part in the next rendezvous, or why it does not. Does nothing in a forked
-        child. Raises EPError or RuntimeError if the store does not answer."""
+        child. Raises nothing if the store does not answer: the next rendezvous does."""
         name = new_name() if failure else ""
         self.has_failed |= bool(failure)
         if self._process == os.getpid():
-            bounded(PUBLISH_S, lambda: self.write(connected(self.store), name, failure))
+            try:
+                stores.ask(self.store, lambda store: self.write(self._keys(store), name, failure))
+            except RuntimeError as error:
+                log.debug("rank %d of %s: %s", self.rank, self.name, error)
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, Place] = weakref.WeakKeyDictionary()
@@ -127,8 +134,8 @@ def place_of(group: dist.ProcessGroup | None, timeout: timedelta = timedelta(sec
     if group not in _places:
         if (known := is_known(group)) is not None:
             name = f"megatron_ep/{known}"
-            store = dist.PrefixStore(name, distributed_c10d._get_default_store())
-            _places[group] = Place(store, dist.get_rank(group), dist.get_world_size(group), name)
+            store = distributed_c10d._get_default_store()
+            _places[group] = Place(store, dist.get_rank(group), dist.get_world_size(group), name, name)
         else:
             _places[group] = _place_by(group, timeout)
     return _places[group]
@@ -148,16 +155,23 @@ def _place_by(group: dist.ProcessGroup, timeout: timedelta) -> Place:
         dist.all_gather_object(everyone, opened, group=group)
         return everyone[0]
 
+    silence = max(timeout, timedelta(seconds=STORE_S))
+
     def open_store() -> Place:
-        return opened_place(group.rank(), group.size(), from_rank_0)
+        return opened_place(group.rank(), group.size(), from_rank_0, silence)
 
     what = f"the {group.size()} ranks of a process group that torch.distributed has no record of"
-    return bounded(timeout.total_seconds(), open_store, f"{what} did not come together")
+    return stores.bounded((timeout + silence).total_seconds(), open_store, f"{what} did not come together")
 
 
-def opened_place(rank: int, world_size: int, from_rank_0: Callable[[Any], Any]) -> Place:
-    """Returns a place in a store that rank 0 opens. Collective. from_rank_0: returns rank 0's argument on all ranks."""
-    opened, timeout = None, timedelta(seconds=STORE_S)
+def opened_place(
+    rank: int, world_size: int, from_rank_0: Callable[[Any], Any], timeout: timedelta = timedelta(seconds=STORE_S)
+) -> Place:
+    """Returns a place in a store that rank 0 opens. Collective.
+
+    from_rank_0: returns rank 0's argument on all ranks. timeout: time that the store may need to answer a rank.
+    """
+    opened = None
     if rank == 0:
         wanted = os.environ.get(VARIABLE)
         host = address_in(wanted) if wanted else socket.gethostname()
@@ -165,51 +179,9 @@ def opened_place(rank: int, world_size: int, from_rank_0: Callable[[Any], Any]) 
     host, port = from_rank_0(None if opened is None else (opened.host, opened.port))
     store = opened or dist.TCPStore(host, port, is_master=False, timeout=timeout)
     _opened.append(store)
-    return Place(dist.PrefixStore("megatron_ep", store), rank, world_size, f"megatron_ep of {host} port {port}")
-
-
-def connected(store: dist.Store) -> dist.Store:
-    """Returns another connection to a store, because calls on the same connection wait for each other. Returns the
-    store itself with torch before 2.8, which cannot make another."""
-    return store.clone() if hasattr(store, "clone") else store
+    stores.keep(store)
+    return Place(store, rank, world_size, f"megatron_ep of {host} port {port}")
 
 
 def new_name() -> str:
     return secrets.token_hex(16)
-
-
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of `in_thread`
-
-
-def has_abandoned_calls() -> bool:
-    """Returns whether a call of `in_thread` or `bounded` has not returned. If it returned while the interpreter ends,
-    Python would end its thread in C++ code, which aborts the process. Such a process must end by `os._exit`."""
-    return any(thread.is_alive() for thread in _threads)
-
-
-def bounded(seconds: float, call: Callable[[], Result], otherwise: str = "") -> Result:
-    """Runs `call` in a thread and returns its result, because it may wait forever: torch's stores do if a machine no
-    longer answers.
-
-    Raises EPError after `seconds`, and abandons the thread. otherwise: the message; "": that the store does not answer.
-    """
-    done = in_thread(call)
-    if not futures.wait([done], seconds).done:
-        raise EPError(f"{otherwise or 'the store of torch.distributed did not answer'} within {seconds:g} s")
-    return done.result()
-
-
-def in_thread(call: Callable[[], Result]) -> futures.Future[Result]:
-    """Runs `call` in a thread that does not keep the process from ending."""
-    done: futures.Future[Result] = futures.Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="megatron_ep rendezvous", daemon=True)
-    _threads.add(thread)
-    thread.start()
-    return done

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,8 +18,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_ep.errors import EPError
-from megatron_ep.meeting import codec, processes
-from megatron_ep.meeting.place import Place, Presence, bounded, connected, new_name, place_of
+from megatron_ep.meeting import codec, processes, stores
+from megatron_ep.meeting.place import Place, Presence, new_name, place_of
+from megatron_ep.meeting.stores import Wait
 
 Kept = TypeVar("Kept")
 Message = TypeVar("Message")
@@ -77,7 +80,7 @@ class StoreRendezvous:
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> StoreRendezvous:
         """Returns a rendezvous of ranks without a process group. store: a store that nothing else uses."""
-        return cls.at(Place(dist.PrefixStore("megatron_ep", store), rank, world_size, "megatron_ep"), timeout)
+        return cls.at(Place(store, rank, world_size, "megatron_ep"), timeout)
 
     def _begin(self, place: Place, timeout: timedelta) -> None:
         self.rank, self.world_size = place.rank, place.world_size
@@ -86,12 +89,13 @@ class StoreRendezvous:
         self.watch: Callable[[], Mapping[int, str | None]] = dict  # returns the fates of ranks that will not come
         self._place = place
         place.came = time.time()
-        self._store = self._connection = bounded(DECISION_S, lambda: connected(place.store))
         self._name = "" if self.rank else new_name()
         self._answered: set[str] = set()
         self._met: dict[int, Presence] = {}  # last known presences
         self._gone = threading.Event()  # set when the caller has returned, so that threads stop waiting
+        self._heard_at = 0.0  # when the store last answered, by `time.monotonic()`
         self._left = _Left(place.world_size)
+        self._store = self._connection = self._ask(place.connection)
         if self._name:
             self._meet_at(self._name)
 
@@ -134,7 +138,7 @@ class StoreRendezvous:
             raise
         wait = self.timeout.total_seconds() + seconds
         try:
-            answers = self._ask(wait + DECISION_S, lambda: self._meet(answer, wait))
+            answers = self._ask(lambda: self._meet(answer, wait))
         except EPError:
             raise
         except BaseException as error:  # including KeyboardInterrupt
@@ -160,9 +164,9 @@ class StoreRendezvous:
 
         def decided() -> str:
             self._check_ranks()
-            return self._text(self._store.get(self._key("decision"))) if self._is_there("decision") else ""
+            return self._decision()
 
-        if why := self._ask(DECISION_S, decided):
+        if why := self._ask(decided):
             raise _error_of(why)
 
     def leave(self, word: str, is_gone: Callable[[int], bool], seconds: float) -> dict[int, str]:
@@ -182,7 +186,7 @@ class StoreRendezvous:
                 self._told("left", lambda rank: rank not in left or is_gone(rank), DECISION_S)
             return {rank: self._text(text) for rank, text in zip(left, words, strict=True)}
 
-        return self._ask(seconds + 2 * DECISION_S, publish)
+        return self._ask(publish)
 
     def _told(self, step: str, is_gone: Callable[[int], bool], seconds: float) -> list[int]:
         """Returns the ranks that have reported, when all living ranks have or the time is over."""
@@ -194,46 +198,56 @@ class StoreRendezvous:
             absent = [rank for rank in absent if not self._store.check([f"{step}/{rank}"])]
             return set(absent) <= gone
 
-        self._poll(have, seconds, lambda: None)
+        self._poll(have, Wait(seconds, self._silence))
         return [rank for rank in range(self.world_size) if rank not in absent]
 
     def connection(self) -> dist.Store | None:
-        """Returns another connection to the store, for another thread; None if torch cannot make one."""
-        try:
-            return bounded(DECISION_S, self._store.clone) if hasattr(self._store, "clone") else None
-        except (RuntimeError, EPError):  # the store has none, or does not answer
-            return None
+        """Returns the connection to the store, for another thread; None if a wait of torch's may hold it."""
+        return self._store if hasattr(self._store, "clone") else None
 
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} {self.failure}: {codec.readable(reason)}"
 
     # ---- an exchange, in a thread that may be abandoned
 
-    def _ask(self, seconds: float, call: Callable[[], Kept]) -> Kept:
-        """Returns the result of a call of the store. Raises EPError if the store does not answer in time."""
+    def _ask(self, call: Callable[[], Kept]) -> Kept:
+        """Returns the result of calls of the store. Raises EPError if the store does not answer one in time."""
         gone = self._gone = threading.Event()
+        self._heard_at = time.monotonic()
+        done = stores.in_thread(call)
         try:
-            return bounded(seconds, call)
+            while not futures.wait([done], self._heard_at + self._silence - time.monotonic()).done:
+                if time.monotonic() > self._heard_at + self._silence:
+                    raise EPError(f"{stores.NO_ANSWER} within {self._silence:g} s")
+            return done.result()
         except EPError:
+            if not done.done():
+                stores.forget(self._place.store)
             raise
         except RuntimeError as error:
+            stores.forget(self._place.store)
             raise self._lost(error) from error
         finally:
             gone.set()
 
+    @property
+    def _silence(self) -> float:
+        """Seconds for which the store may be silent."""
+        return max(stores.STORE_S, self.timeout.total_seconds())
+
     def _meet(self, mine: bytes, wait: float) -> list[bytes]:
         """Returns the messages of all ranks. Raises EPError if one did not come."""
-        end = time.monotonic() + wait
+        waiting = Wait(wait, self._silence)
         if self.exchanges > 1:
-            return self._answers(mine, end, wait)
+            return self._answers(mine, waiting, wait)
         if not self._place.meeting.acquire(timeout=wait):
             raise EPError(f"another thread began to meet the same ranks, and has not met them within {wait:g} s")
         try:
             if self.rank == 0:
-                self._place.write(self._connection)
+                waiting.answer(lambda: self._place.write(self._connection))
             elif not self._name:
-                self._learn_name(end, wait)
-            answers = self._answers(mine, end, wait)
+                self._learn_name(waiting, wait)
+            answers = self._answers(mine, waiting, wait)
         finally:
             self._place.meeting.release()
         self._place.has_failed = False
@@ -242,7 +256,7 @@ class StoreRendezvous:
                 self._place.left.pop()(self._connection)
         return answers
 
-    def _learn_name(self, end: float, wait: float) -> None:
+    def _learn_name(self, waiting: Wait, wait: float) -> None:
         """Asks rank 0 for the name of the rendezvous. Its answer to a new question shows that it lives."""
         question, place, store = new_name(), self._place, self._connection
         answer, why = f"answer/{question}", ""
@@ -251,11 +265,11 @@ class StoreRendezvous:
             nonlocal why
             why = self._why_not()
 
-        place.write(store, question)
-        if not self._poll(lambda: bool(why) or store.check([answer]), end - time.monotonic(), check) or why:
+        waiting.answer(lambda: place.write(store, question))
+        if not self._poll(lambda: bool(why) or store.check([answer]), waiting, check) or why:
             place.write(store)
             raise _error_of(why or self._absence([0], wait))
-        name = store.get(answer).decode(errors="replace")
+        name = (stores.read(store, answer) or b"").decode(errors="replace")
         if not NAME.fullmatch(name):
             raise EPError("somebody else than rank 0 has answered where the ranks of the buffer meet")
         store.delete_key(answer)
@@ -286,9 +300,9 @@ class StoreRendezvous:
         self._place.write(self._connection, f"{self._name} {name}", why)
         self._decide(why)
 
-    def _answers(self, mine: bytes, end: float, wait: float) -> list[bytes]:
+    def _answers(self, mine: bytes, waiting: Wait, wait: float) -> list[bytes]:
         self._store.set(self._key(self.rank), mine)
-        decision = self._collect(end, wait) if self.rank == 0 else self._hear(end)
+        decision = self._collect(waiting, wait) if self.rank == 0 else self._hear(waiting)
         if decision != AGREED:
             raise _error_of(decision)
         most = 2 * self.world_size * codec.most_bytes(self.world_size)  # messages are encoded as text
@@ -297,48 +311,54 @@ class StoreRendezvous:
             raise self._foreign("all", f"answers of {len(answers)} ranks, must be of {self.world_size}")
         return answers
 
-    def _collect(self, end: float, wait: float) -> str:
+    def _collect(self, waiting: Wait, wait: float) -> str:
         """Collects the messages for all ranks, on the first rank. Returns the decision."""
         keys = [self._key(rank) for rank in range(self.world_size)]
+        absent = list(range(self.world_size))
         warn_at = time.monotonic() + WARN_S
 
         def is_over() -> bool:
+            nonlocal absent
             if self._store.check(keys):
                 return True
             if self.exchanges == 1:
-                self._answer_questions(self._missing())
-            return self._is_there("decision")
+                absent = [rank for rank in absent if not self._is_there(rank)]
+                self._answer_questions(absent)
+            return bool(self._decision())
 
         def check() -> None:
             nonlocal warn_at
             if time.monotonic() > warn_at:
-                warn_at = end
+                warn_at = math.inf
                 log.warning("%s; they may take %g s", self._absence(self._missing(), WARN_S), wait)
             self._check_ranks()
 
-        if not self._poll(is_over, end - time.monotonic(), check):
+        if not self._poll(is_over, waiting, check):
             self._decide(self._absence(self._missing(), wait))
-        if self._is_there("decision"):
+        if decision := self._decision():
             self._left.exchanges.append((self.exchanges, 0))
             self._wait_until_heard()
-            return self._text(self._store.get(self._key("decision")))
+            return decision
         pieces = self._set_pieces(codec.encode(self._store.multi_get(keys)))
         decision = self._decide(AGREED)
         self._left.take_exchanges(self._store)  # all ranks have come to this one
         self._left.exchanges.append((self.exchanges, pieces))
         return decision
 
-    def _hear(self, end: float) -> str:
+    def _hear(self, waiting: Wait) -> str:
         """Returns the first rank's decision, or that it did not come, on the other ranks."""
+        decision = ""
 
         def is_over() -> bool:
-            return self._is_there("decision") or (time.monotonic() > end and not self._is_there(0))
+            nonlocal decision
+            decision = self._decision()
+            return bool(decision)
 
-        if not self._poll(is_over, end - time.monotonic() + DECISION_S / 2, self._check_ranks):
-            self._decide(f"rank 0 came to {self._step()}, and did not say whether all had")
-        if not self._is_there("decision"):
-            self._decide(self._absence([0], self.timeout.total_seconds()))
-        decision = self._text(self._store.get(self._key("decision")))
+        if not self._poll(is_over, waiting, self._check_ranks):
+            if not self._is_there(0):
+                decision = self._decide(self._absence([0], self.timeout.total_seconds()))
+            elif not self._poll(is_over, Wait(DECISION_S / 2, self._silence), self._check_ranks):
+                decision = self._decide(f"rank 0 came to {self._step()}, and did not say whether all had")
         if decision != AGREED:
             self._store.set(self._key(f"heard/{self.rank}"), "")
         return decision
@@ -346,7 +366,7 @@ class StoreRendezvous:
     def _wait_until_heard(self) -> None:
         """Waits on the first rank until others know of a failure, because the store may end with its process."""
         waiting = [rank for rank in range(1, self.world_size) if self._is_there(rank)]
-        self._poll(lambda: all(self._is_there(f"heard/{rank}") for rank in waiting), HEARD_S, lambda: None)
+        self._poll(lambda: all(self._is_there(f"heard/{rank}") for rank in waiting), Wait(HEARD_S, self._silence))
 
     def _fail(self, reason: str) -> None:
         """Publishes that this rank has failed in this exchange, if the store answers in time."""
@@ -364,24 +384,25 @@ class StoreRendezvous:
                 self._wait_until_heard()
 
         with contextlib.suppress(RuntimeError):
-            self._ask(DECISION_S, publish)
+            self._ask(publish)
 
-    def _poll(self, is_over: Callable[[], bool], seconds: float, check: Callable[[], None]) -> bool:
+    def _poll(self, is_over: Callable[[], bool], waiting: Wait, check: Callable[[], None] = lambda: None) -> bool:
         """Waits until `is_over`, and returns whether it was in time. Calls `check` soon, then about once a second."""
         gone, pause = self._gone, MIN_POLL_S
-        now = time.monotonic()
-        end, check_at = now + seconds, now + MAX_POLL_S
-        while not is_over():
-            now = time.monotonic()
+        check_at = time.monotonic() + MAX_POLL_S
+        while not waiting.answer(is_over):
+            now = self._heard_at = time.monotonic()
             if gone.is_set():
                 raise EPError("nobody waits for it any more")
-            if now > end:
+            if waiting.is_over:
                 return False
             if now > check_at:
-                check()
+                waiting.answer(check)
+                self._heard_at = time.monotonic()
                 check_at = now + max(CHECK_S, 2 * NEAR * self.world_size / MAX_READERS)
             time.sleep(pause)
             pause = min(1.5 * pause, max(MAX_POLL_S, self.world_size / MAX_READERS))
+        self._heard_at = time.monotonic()
         return True
 
     def _check_ranks(self) -> None:
@@ -406,6 +427,10 @@ class StoreRendezvous:
     def _near(self) -> set[int]:
         return {0, *range(max(0, self.rank - NEAR), min(self.world_size, self.rank + NEAR + 1))}
 
+    def _decision(self) -> str:
+        """Returns the decision for all ranks; "" if there is none yet."""
+        return self._text(stores.read(self._store, self._key("decision")) or b"")
+
     def _decide(self, decision: str) -> str:
         """Returns the decision for all ranks, including later ones: that of the first rank to decide."""
         return self._text(self._store.compare_set(self._key("decision"), "", decision))
@@ -419,11 +444,12 @@ class StoreRendezvous:
         return count
 
     def _get_pieces(self, most: int) -> bytes:
-        pieces = [self._store.get(self._key("all"))]
-        while len(pieces[-1]) == PIECE_BYTES and len(pieces) * PIECE_BYTES <= most:
-            if not self._is_there(_piece(len(pieces))):
+        pieces: list[bytes] = []
+        while not pieces or (len(pieces[-1]) == PIECE_BYTES and len(pieces) * PIECE_BYTES <= most):
+            piece = stores.read(self._store, self._key(_piece(len(pieces))))
+            if piece is None:
                 break  # the decoder then raises, because incomplete data is not JSON
-            pieces.append(self._store.get(self._key(_piece(len(pieces)))))
+            pieces.append(piece)
         return b"".join(pieces)
 
     def _text(self, data: bytes) -> str:

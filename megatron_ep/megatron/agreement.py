@@ -11,6 +11,7 @@ their norm, are not finite, it reads the store before parameters are changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -31,14 +32,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.meeting import codec
-from megatron_ep.meeting.place import bounded, connected, in_thread
+from megatron_ep.meeting.stores import STORE_S, Wait, ask, in_thread, read, write
 
 T = TypeVar("T")
 
 # A failure is in the store after at most 0.2 s, the monitor's interval, and the time that the store needs.
-ASK_S = 5.0  # seconds that a rank with gradients that are not finite waits for a failure in the store
+ASK_S = 5.0  # seconds that a rank with gradients that are not finite waits for a failure, while the store answers
 ASK_EVERY_S = 0.25
-PUBLISH_S = 1.0  # seconds that a rank waits until the store has its failure, because its process may end afterwards
 
 KEY = "megatron_ep/failed"
 NORM = "get_grad_norm_fp32"  # function of Megatron's modules that reduces a norm of the gradients
@@ -102,11 +102,17 @@ def check() -> None:
         ep.raise_if_failed()
     except Exception as error:
         _publish(f"{error}".partition("\n")[0])
-        if _publishing is not None:
-            futures.wait([_publishing], PUBLISH_S)
+        finish_publishing()
         raise
     if _publishing is not None:
         _withdraw()
+
+
+def finish_publishing() -> None:
+    """Waits until the store has the failure of this process, which may end afterwards; at most for the time for which
+    a store may be silent."""
+    if _publishing is not None:
+        futures.wait([_publishing], STORE_S)
 
 
 def _checked(name: str, before: Callable[[MegatronOptimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,16 +163,22 @@ def _check_gradients(optimizer: MegatronOptimizer) -> None:
     if _are_finite(optimizer):
         _asks = True
         return
-    deadline = time.monotonic() + (ASK_S if _asks else 0.0)
+    waiting = Wait(ASK_S if _asks else 0.0, STORE_S)
     while True:
         failures.raise_if_known_to_have_failed()
-        failure = _with_store(_read, ASK_S)
+        try:
+            failure = waiting.answer(functools.partial(_with_store, _read))
+        except RuntimeError as error:
+            raise ep.EPError(
+                f"the gradients are not finite, and it is not known whether a rank of the job failed, so nothing is "
+                f"kept of the optimizer's step: {error}"
+            ) from error
         if failure is not None:
             raise ep.EPAbortError(
                 f"rank {failure.rank} of the job failed before the optimizer's step, of which nothing is kept; its "
                 f"error: {codec.readable(failure.cause)}"
             )
-        if time.monotonic() > deadline:
+        if waiting.is_over:
             break
         time.sleep(ASK_EVERY_S)
     if _asks:
@@ -221,34 +233,37 @@ def _publish(cause: str) -> None:
     if _publishing is None and dist.is_initialized() and dist.get_world_size() > 1:
         failure = codec.encode(JobFailure(dist.get_rank(), codec.readable(cause), time.time())).decode()
         store = _get_default_store()
-        _publishing = in_thread(lambda: connected(store).set(KEY, failure))
+        _publishing = in_thread(lambda: ask(store, lambda connection: write(connection, KEY, failure)))
 
 
 def _withdraw() -> None:
     """Deletes this rank's failure from the store after the buffers have been reset."""
     global _publishing
+    finish_publishing()
     _publishing = None
     own = dist.get_rank()
-    _with_store(lambda store: (failure := _read(store)) and failure.rank == own and store.delete_key(KEY), PUBLISH_S)
+    with contextlib.suppress(RuntimeError):
+        _with_store(lambda store: (failure := _read(store)) and failure.rank == own and store.delete_key(KEY))
 
 
 def _read(store: dist.Store) -> JobFailure | None:
-    if not store.check([KEY]):
+    data = read(store, KEY)
+    if data is None:
         return None
-    failure: JobFailure = codec.decode(store.get(KEY), JobFailure)
+    try:
+        failure: JobFailure = codec.decode(data, JobFailure)
+    except ValueError as error:
+        log.debug("the store of torch.distributed holds a failure that no rank has written: %s", error)
+        return None
     return failure if failure.time > _started else None
 
 
-def _with_store(work: Callable[[dist.Store], T], seconds: float) -> T | None:
-    """Returns the result of `work`; None if the store does not answer in time, or has a value that cannot be read."""
+def _with_store(work: Callable[[dist.Store], T]) -> T | None:
+    """Returns the result of `work`; None in a process without other ranks. Raises EPError if the store does not answer,
+    and RuntimeError if it is lost."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store = _get_default_store()
-    try:
-        return bounded(seconds, lambda: work(connected(store)))
-    except Exception as error:
-        log.debug("the store of torch.distributed: %s", error)
-        return None
+    return ask(_get_default_store(), work)
 
 
 # ---- Megatron's names

@@ -86,8 +86,7 @@ def expect(group: dist.ProcessGroup) -> None:
     buffer is created, or fails inside `abort_peers_on_error`, the set-up of the buffer fails on the other ranks."""
     if group not in _expected and is_known(group) is not None:
         _expected.add(group)
-        with contextlib.suppress(RuntimeError):  # if the store does not answer, the set-up raises
-            place_of(group).publish()
+        place_of(group).publish()
 
 
 def shared_buffer(
@@ -127,10 +126,7 @@ def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[Non
         for own in [own for own in _expected if (group is None or own is group) and own not in met]:
             place = place_of(own)
             if not isinstance(error, ep.EPError) and place.begun == begun.get(own, 0):  # otherwise the other ranks know
-                with contextlib.suppress(RuntimeError):
-                    place.publish(
-                        f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}"
-                    )
+                place.publish(f"rank {place.rank} failed before it set up a buffer: {type(error).__name__}: {error}")
         raise
 
 

@@ -1,12 +1,18 @@
 """Nothing is kept, on any rank of the job, of a step that a failed call has reached."""
 
+import contextlib
 import copy
 import logging
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import pytest
+from rank_processes import LinkedProcess
 from run_on import run_on
+from store_relay import StoreRelay
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -135,3 +141,60 @@ def test_a_process_alone_asks_itself():
         cluster.abort("a test")
         with pytest.raises(ep.EPAbortError, match="was told to stop: a test"):
             agreement.check()
+
+
+def run_rank(rank: int, port: int, link: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    join_layout(1, 2)
+    agreement.enable()
+    optimizer, parameters = _optimizer(parts=1)
+    parameters[0].main_grad.fill_(torch.nan)
+    cluster = ep.LocalCluster(1, 2, ep.Config(num_experts=4))
+    link.send("ready")
+    link.recv()
+    if rank == 1:
+        cluster.abort("a test")
+        said = _error_of(agreement.check)
+    else:
+        with mock.patch.object(agreement, "ASK_S", 0.5):
+            said = _error_of(optimizer.step)
+    link.send(said)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("asks_late", [False, True])
+def test_a_failure_is_heard_through_a_store_that_is_silent(asks_late):
+    """Rank 1 fails and ends. Rank 0 has NaN during the silence, or afterwards."""
+    with StoreRelay() as relay, contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(LinkedProcess(run_rank, rank, relay.port)) for rank in range(2)]
+        assert [rank.hear() for rank in ranks] == ["ready"] * 2
+        with ThreadPoolExecutor(1) as pool:
+            silence = pool.submit(relay.fall_silent, 3.0)
+            time.sleep(0.2)
+            ranks[1].link.send("go")
+            if not asks_late:
+                ranks[0].link.send("go")
+            silence.result()
+        assert ranks[1].hear().startswith("EPAbortError: rank 0 was told to stop: a test")
+        ranks[1].wait()
+        if asks_late:
+            ranks[0].link.send("go")
+        said = ranks[0].hear()
+        assert said.startswith("EPAbortError: rank 1 of the job failed before the optimizer's step"), said
+
+
+@run_on("four_ranks")
+def test_nothing_is_kept_while_it_is_not_known_whether_a_rank_failed():
+    join_layout(1, 2)
+    optimizer, parameters = _optimizer(parts=1)
+    parameters[0].main_grad.fill_(torch.nan)
+    agreement.enable()
+    try:
+        with mock.patch.object(agreement, "ask", side_effect=RuntimeError("the connection is lost")):
+            said = _error_of(optimizer.step)
+    finally:
+        agreement.disable()
+    assert "it is not known whether a rank of the job failed" in said and parameters[0].item() == 1.0

@@ -26,7 +26,7 @@ from megatron_ep.cli.checks import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
-from megatron_ep.meeting import place
+from megatron_ep.meeting import stores
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.network import examination as network_examination
 from megatron_ep.tools.network import main as network
@@ -143,13 +143,14 @@ def test_a_store_whose_bytes_do_not_arrive_is_named(monkeypatch):
     monkeypatch.setattr(network_examination, "TRIAL_S", 0.2)
     arrived = threading.Event()
     store = SimpleNamespace(set=lambda *_: arrived.wait(60), get=mock.Mock(), delete_key=mock.Mock())
-    rendezvous = SimpleNamespace(connection=lambda: store, gather=lambda mine: [mine])
-    assert not place.has_abandoned_calls()
+    connection = SimpleNamespace(clone=lambda: store)
+    rendezvous = SimpleNamespace(connection=lambda: connection, agree=lambda step: step(), gather=lambda mine: [mine])
+    assert not stores.has_abandoned_calls()
     with pytest.raises(EPError, match=r"are connected, but of what passes .*: packets above some size are lost"):
         network_examination.Examination._try_store(SimpleNamespace(rank=0, rendezvous=rendezvous))
-    assert place.has_abandoned_calls()
+    assert stores.has_abandoned_calls()
     arrived.set()
-    assert within(20, lambda: not place.has_abandoned_calls())
+    assert within(20, lambda: not stores.has_abandoned_calls())
 
 
 def test_links_that_are_slow_alike_are_remarked_on():

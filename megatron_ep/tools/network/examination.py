@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_ep import _C
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
 from megatron_ep.meeting import addresses, processes
-from megatron_ep.meeting.place import in_thread
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+from megatron_ep.meeting.stores import in_thread
 from megatron_ep.tools.network.report import Findings, Half, Link
 from megatron_ep.tools.network.trial import NetworkTrial
 
@@ -197,9 +197,11 @@ class Examination:
 
     def _try_store(self) -> None:
         """Raises EPError on all ranks if some rank gets only those answers of the store that fit into a packet."""
-        store = self.rendezvous.connection()
-        if store is None:
+        connection: Any = self.rendezvous.connection()
+        if connection is None:
             return
+        # A connection of its own, because it may fall silent. The store may need long for those of all ranks.
+        store = self.rendezvous.agree(connection.clone)
         key = f"trial {self.rank}"
 
         def pass_there_and_back() -> None:
