@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -143,6 +144,10 @@ class GroupedExperts(MegatronModule):
         if config.bias_activation_fusion:
             store = config.activation_func_fp8_input_store
             if config.activation_func == F.silu:
+                if hidden.is_cuda and clamp is None and not store and find_spec("triton") is not None:
+                    from megatron_ep.megatron.grouped_swiglu import weighted_swiglu
+
+                    return weighted_swiglu(hidden, probs, offsets)
                 extra = (clamp,) if _CLAMPS_SWIGLU else ()
                 return weighted_bias_swiglu_impl(hidden, None, probs, store, *extra)
             return weighted_bias_quick_geglu_impl(hidden, None, probs, store, offset, clamp)

@@ -120,7 +120,7 @@ def run(name, num_experts, hidden, ffn, rows, uneven):
             try:
                 output = step()
                 first = [output.detach().clone(), x.grad, probs.grad, *gradients(experts, num_experts)]
-                results.setdefault(variant, [t.float() for t in first])
+                results.setdefault(variant, [t.detach().float().clone() for t in first])
                 gpu, host = times(step)
             except Exception as error:
                 print(f"{name:26} {variant}: {type(error).__name__}: {str(error)[:200]}", flush=True)
