@@ -282,9 +282,29 @@ def queue_low_latency(
 ) -> LowLatencyLauncher: ...
 def try_card(card: Card, device: int) -> None: ...
 def dequantize_cuda(
-    *, rows: int, hidden: int, dtype: int, reals: int, values: int, scales: int, stream: int
+    *,
+    rows: int,
+    hidden: int,
+    dtype: int,
+    reals: int,
+    values: int,
+    scales: int,
+    value_format: int,
+    scale_format: ScaleFormat,
+    stream: int,
 ) -> None: ...
-def quantize_cuda(*, rows: int, hidden: int, dtype: int, reals: int, values: int, scales: int, stream: int) -> None: ...
+def quantize_cuda(
+    *,
+    rows: int,
+    hidden: int,
+    dtype: int,
+    reals: int,
+    values: int,
+    scales: int,
+    value_format: int,
+    scale_format: ScaleFormat,
+    stream: int,
+) -> None: ...
 
 # ---- the gate
 

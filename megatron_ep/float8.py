@@ -1,29 +1,41 @@
-"""Conversion of rows to and from fp8 e4m3 with one scale per 128 elements, as `megatron_ep.dispatch` takes them."""
+"""Conversion of rows to and from fp8 with one scale per 128 elements, as `megatron_ep.dispatch` takes them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_ep import _C, reference
-from megatron_ep.config import MAX_ROW_BYTES, SUMMABLE_TYPES
+from megatron_ep.config import MAX_ROW_BYTES, SUMMABLE_TYPES, require_one_of
 from megatron_ep.reference import SCALE_BLOCK
 
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): SUMMABLE_TYPES[name] for name in ("bfloat16", "float16", "float32")
 }
+VALUE_DTYPES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}  # ValueFormat in core/float8.h
+SCALE_FORMATS = ("fp32", "pow2")
 SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}  # an int32 holds four float8_e8m0fnu
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts x [T, H] to float8_e4m3fn values [T, H] and float32 scales [T, ceil(H / 128)], so that x is about values
-    * scale.
+def quantize(
+    x: torch.Tensor, scales: str = "fp32", dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts x [T, H] to values [T, H] of dtype and float32 scales [T, ceil(H / 128)], so that x is about values *
+    scale.
 
-    Gives the bits of `megatron_ep.reference.quantize`: a scale is the largest |x| of its block divided by 448, or 1 if
-    that is 0; a block with an infinity or NaN becomes NaN. Runs as one kernel on a GPU. Has no gradient.
+    Gives the bits of `megatron_ep.reference.quantize`: a scale is the largest |x| of its block divided by the largest
+    value of dtype, or 1 if that is 0; a block with an infinity or NaN becomes NaN. Runs as one kernel on a GPU. Has no
+    gradient.
 
-    Raises ValueError unless x is contiguous, [T, H] with H <= 2^29, and bfloat16, float16 or float32.
+    scales: "fp32", or "pow2": the next power of two. `dequantize` then returns multiples of it without rounding, and
+        rows that it returns are quantized with "pow2" to themselves, as Transformer Engine's Float8BlockScaling
+        quantizes. docs/megatron.md has the limits.
+    dtype: float8_e4m3fn or float8_e5m2.
+
+    Raises ValueError unless x is contiguous, [T, H] with H <= 2^29, and bfloat16, float16 or float32, and for another
+    format or dtype.
     """
     _check_tensor("x", x)
     if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_ROW_BYTES or not x.is_contiguous():
@@ -33,10 +45,12 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, must be one of {', '.join(map(str, DTYPES))}")
+    require_one_of("scales", scales, SCALE_FORMATS)
+    _check_value_dtype("dtype", dtype)
     x = x.detach()
     if _has_kernels(x):
-        return _quantize_on_gpu(x)
-    return reference.quantize(x)
+        return _quantize_on_gpu(x, scales, dtype)
+    return reference.quantize(x, scales, dtype)
 
 
 def dequantize(
@@ -50,7 +64,7 @@ def dequantize(
 
     Runs as one kernel on a GPU if scales are float32 and contiguous.
 
-    values: float8_e4m3fn [..., H], contiguous.
+    values: float8_e4m3fn or float8_e5m2 [..., H], contiguous.
     scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], each with four
         float8_e8m0fnu.
     straight_through: result of a low-latency dispatch that receives the gradient, in its dtype. None: no gradient.
@@ -62,7 +76,7 @@ def dequantize(
     if scales.dtype == torch.int32:
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
     factors, hidden = scales.float(), values.shape[-1]
-    rows = torch.empty(values.shape, dtype=dtype, device=values.device)  # all three types hold every e4m3
+    rows = torch.empty(values.shape, dtype=dtype, device=values.device)  # all three types hold every fp8
     if _has_kernels(values) and factors is scales and scales.is_contiguous():
         _dequantize_on_gpu(values, scales, rows)
     elif hidden % SCALE_BLOCK:
@@ -78,14 +92,19 @@ def _check_tensor(name: str, value: object) -> None:
         raise ValueError(f"{name} is a {type(value).__name__}, must be a tensor")
 
 
+def _check_value_dtype(name: str, dtype: object) -> None:
+    if dtype not in VALUE_DTYPES:
+        raise ValueError(f"{name} is {dtype}, must be one of {', '.join(map(str, VALUE_DTYPES))}")
+
+
 def _check_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
     _check_tensor("values", values)
     _check_tensor("scales", scales)
-    is_right = values.dtype == torch.float8_e4m3fn and values.dim() >= 1 and values.is_contiguous()
+    is_right = values.dtype in VALUE_DTYPES and values.dim() >= 1 and values.is_contiguous()
     if not is_right or not 1 <= values.shape[-1] <= MAX_ROW_BYTES:
         raise ValueError(
             f"values is {values.dtype} of shape {tuple(values.shape)} and strides {values.stride()}, must be "
-            f"torch.float8_e4m3fn [..., H], contiguous, 1 <= H <= {MAX_ROW_BYTES}"
+            f"torch.float8_e4m3fn or torch.float8_e5m2 [..., H], contiguous, 1 <= H <= {MAX_ROW_BYTES}"
         )
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, DTYPES))}")
@@ -115,20 +134,33 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 
 def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    hidden = values.shape[-1]
-    addresses = {"values": values.data_ptr(), "scales": scales.data_ptr(), "reals": out.data_ptr()}
-    with torch.cuda.device(values.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        _C.dequantize_cuda(
-            rows=values.numel() // hidden, hidden=hidden, dtype=DTYPES[out.dtype], stream=stream, **addresses
-        )
+    _convert_on_gpu(_C.dequantize_cuda, out, values, scales, _C.ScaleFormat.none)
 
 
-def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+def _quantize_on_gpu(x: torch.Tensor, scale_format: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), dtype=torch.float32, device=x.device)
-    addresses = {"reals": x.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        _C.quantize_cuda(rows=x.shape[0], hidden=x.shape[1], dtype=DTYPES[x.dtype], stream=stream, **addresses)
+    _convert_on_gpu(_C.quantize_cuda, x, values, scales, getattr(_C.ScaleFormat, scale_format))
     return values, scales
+
+
+def _convert_on_gpu(
+    convert: Callable[..., None],
+    reals: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    scale_format: _C.ScaleFormat,
+) -> None:
+    hidden = values.shape[-1]
+    with torch.cuda.device(values.device):
+        convert(
+            rows=values.numel() // hidden,
+            hidden=hidden,
+            dtype=DTYPES[reals.dtype],
+            reals=reals.data_ptr(),
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            value_format=VALUE_DTYPES[values.dtype],
+            scale_format=scale_format,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )

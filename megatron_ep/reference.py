@@ -12,26 +12,29 @@ SCALE_BLOCK = 128  # elements of a row that share a scale
 SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
 
 
-def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts x [T, H], bfloat16, float16 or float32, to float8_e4m3fn values [T, H] and scales [T, ceil(H / 128)], so
-    that x is about values * scale.
+def quantize(
+    x: torch.Tensor, scale_format: str = "fp32", dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts x [T, H], bfloat16, float16 or float32, to values [T, H] of dtype, float8_e4m3fn or float8_e5m2, and
+    scales [T, ceil(H / 128)], so that x is about values * scale.
 
-    A scale is the largest |x| of its block of 128 elements (fewer at a row's end) divided by 448, or 1 if that is 0:
-    the blocks of DeepSeek-V3 (its technical report, section 3.3.2). It is kept as "fp32", as the next power of two that
-    is not smaller, at least 2^-126 ("pow2"), or that as float8_e8m0fnu ("ue8m0": OCP Microscaling Formats 1.0, section
-    5.4.1). A value is x / scale, at most 448 in magnitude. In a block with an infinity or NaN, values and scale become
-    NaN. Computed in float32, rounded to nearest even.
+    A scale is the largest |x| of its block of 128 elements (fewer at a row's end) divided by the largest value of dtype
+    (448, or 57344), or 1 if that is 0: the blocks of DeepSeek-V3 (its technical report, section 3.3.2). It is kept as
+    "fp32", as the next power of two that is not smaller, at least 2^-126 ("pow2"), or that as float8_e8m0fnu ("ue8m0":
+    OCP Microscaling Formats 1.0, section 5.4.1). A value is x / scale, at most the largest in magnitude. In a block
+    with an infinity or NaN, values and scale become NaN. Computed in float32, rounded to nearest even.
     """
+    largest = torch.finfo(dtype).max
     tokens, hidden = x.shape
     blocks = -(-hidden // SCALE_BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
-    quotients = padded.abs().amax(dim=2) / E4M3_MAX
+    quotients = padded.abs().amax(dim=2) / largest
     scales = torch.where(quotients == 0, 1.0, quotients)
     if scale_format != "fp32":
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scales = torch.where(quotients.isfinite(), scales, torch.nan)
     values = (padded / scales.unsqueeze(2)).view(tokens, blocks * SCALE_BLOCK)[:, :hidden]
-    values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous()
+    values = values.clamp(-largest, largest).to(dtype).contiguous()
     return values, scales.to(torch.float8_e8m0fnu) if scale_format == "ue8m0" else scales
 
 

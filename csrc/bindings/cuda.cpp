@@ -64,14 +64,15 @@ void bind_conversion(py::module_& m, const char* name,
     m.def(
         name,
         [convert](int64_t rows, int hidden, int dtype, uintptr_t reals, uintptr_t values,
-                  uintptr_t scales, uintptr_t stream) {
-            convert({rows, hidden, static_cast<DType>(dtype), as<void*>(reals),
-                     as<uint8_t*>(values), as<float*>(scales)},
-                    as<void*>(stream));
+                  uintptr_t scales, int value_format, ScaleFormat scale_format, uintptr_t stream) {
+            convert(
+                {rows, hidden, static_cast<DType>(dtype), as<void*>(reals), as<uint8_t*>(values),
+                 as<float*>(scales), static_cast<ValueFormat>(value_format), scale_format},
+                as<void*>(stream));
         },
         py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("reals"),
-        py::arg("values"), py::arg("scales"), py::arg("stream"),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("values"), py::arg("scales"), py::arg("value_format"), py::arg("scale_format"),
+        py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

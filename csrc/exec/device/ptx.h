@@ -195,6 +195,12 @@ EP_FN uint16_t pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// The same for e5m2.
+EP_FN uint16_t pack_e5m2(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 // Converts two e4m3 to two fp16, which has room for them all.
 EP_FN uint32_t unpack_e4m3(uint16_t pair) {
     uint32_t halves;

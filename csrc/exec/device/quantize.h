@@ -20,6 +20,17 @@ EP_FN uint16_t pack_e4m3(float low, float high) {
     }
 }
 
+EP_FN uint16_t pack_e5m2(float low, float high) {
+    if constexpr (Architecture::kHasFloat8) {
+        return ptx::pack_e5m2(low, high);
+    } else {
+        return static_cast<uint16_t>(e5m2_of(low) | e5m2_of(high) << 8);
+    }
+}
+
+// Converts to two fp16, of which an e5m2 is the upper byte.
+EP_FN uint32_t unpack_e5m2(uint16_t pair) { return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16; }
+
 // Converts to two fp16, which has room for all of e4m3.
 EP_FN uint32_t unpack_e4m3(uint16_t pair) {
     if constexpr (Architecture::kHasFloat8) {

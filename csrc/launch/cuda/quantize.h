@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/dtypes.h"
+#include "core/float8.h"
 
 namespace ep {
 
@@ -13,8 +14,10 @@ struct QuantizeArgs {
     int hidden;
     DType dtype;      // bf16, fp16 or fp32
     void* reals;      // [rows, hidden]
-    uint8_t* values;  // [rows, hidden], e4m3: reals / scale
+    uint8_t* values;  // [rows, hidden]: reals / scale
     float* scales;    // [rows, ceil(hidden / 128)]
+    ValueFormat value_format;
+    ScaleFormat scale_format;  // Fp32 or PowerOf2; read by quantize alone
 };
 
 // Enqueue on a stream of the current device. Throw std::runtime_error if the launch fails.

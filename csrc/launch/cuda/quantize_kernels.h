@@ -73,11 +73,16 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 #pragma unroll
         for (int distance = 16; distance; distance /= 2)
             largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
-        const float scale = scale_of(largest, ScaleFormat::Fp32);
+        const bool is_e5m2 = args.value_format == ValueFormat::E5m2;
+        const float scale =
+            scale_of(largest, args.scale_format, is_e5m2 ? kLargestE5m2 : kLargestE4m3);
         if (rows::lane_id() == 0) args.scales[i] = scale;
         auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
-        const uint32_t out = rows::pack_e4m3(divided(0), divided(1)) |
-                             static_cast<uint32_t>(rows::pack_e4m3(divided(2), divided(3))) << 16;
+        auto pair = [&](int e) -> uint32_t {
+            return is_e5m2 ? rows::pack_e5m2(divided(e), divided(e + 1))
+                           : rows::pack_e4m3(divided(e), divided(e + 1));
+        };
+        const uint32_t out = pair(0) | pair(2) << 16;
         store_own<wide>(args.values + first, left, std::bit_cast<Quad<uint8_t>>(out));
     });
 }
@@ -88,8 +93,12 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     for_own_blocks(args.rows, args.hidden, blocks_per_row, [&](int64_t i, int64_t first, int left) {
         const float scale = args.scales[i];
         const auto in = std::bit_cast<uint32_t>(load_own<wide>(args.values + first, left));
-        const uint32_t halves[] = {rows::unpack_e4m3(static_cast<uint16_t>(in)),
-                                   rows::unpack_e4m3(static_cast<uint16_t>(in >> 16))};
+        auto unpack = [&](uint32_t pair) {
+            return args.value_format == ValueFormat::E5m2
+                       ? rows::unpack_e5m2(static_cast<uint16_t>(pair))
+                       : rows::unpack_e4m3(static_cast<uint16_t>(pair));
+        };
+        const uint32_t halves[] = {unpack(in), unpack(in >> 16)};
         Quad<T> out;
 #pragma unroll
         for (int e = 0; e < kQuantizeElements; ++e) {

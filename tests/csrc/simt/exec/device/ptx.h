@@ -117,6 +117,9 @@ inline uint32_t pack_fp16(float low, float high) {
 inline uint16_t pack_e4m3(float low, float high) {
     return static_cast<uint16_t>(to_e4m3(low) | to_e4m3(high) << 8);
 }
+inline uint16_t pack_e5m2(float low, float high) {
+    return static_cast<uint16_t>(e5m2_of(low) | e5m2_of(high) << 8);
+}
 inline uint32_t unpack_e4m3(uint16_t pair) {
     return pack_fp16(value_of_e4m3(static_cast<uint8_t>(pair)),
                      value_of_e4m3(static_cast<uint8_t>(pair >> 8)));
