@@ -47,6 +47,9 @@ FLAGS: dict[str, dict[str, Any]] = {  # by fields of Config and of Options
     ),
     "moe_apply_probs_on_combine": dict(action="store_true", default=None, help="combine applies the probabilities"),
     "moe_dispatch_fwd_dtype": dict(choices=("fp8",), help="rows travel to the experts as e4m3"),
+    "moe_combine_bwd_dtype": dict(
+        choices=("fp8",), help="gradients travel to the experts as Transformer Engine rounds them"
+    ),
     "moe_low_latency_max_tokens": dict(
         type=int, metavar="N", help="decoding steps of at most N tokens a rank go in one hop"
     ),

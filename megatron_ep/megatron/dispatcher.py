@@ -24,6 +24,7 @@ from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
+from megatron_ep.megatron import fp8_rows
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.flags import REFUSED_VALUES
 from megatron_ep.megatron.options import Options
@@ -98,8 +99,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 )
             check_overlap()
         self.alignment = _expert_alignment(config)
+        _refuse_values(config)
         self.options = options_for(config)
         _check_options(self.options, config)
+        self.forward_scales = fp8_rows.scales_for(config)
+        self.backward_dtype = fp8_rows.gradient_dtype(self.options, config)
         self._groups = pg_collection
         count_layer(self.tp_ep_group)
         expect(self.tp_ep_group)
@@ -266,7 +270,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
         hidden_states = hidden_states.contiguous()
         bring_back = unread_combine if self._is_unread else ep.combine
-        output = bring_back(hidden_states, handle, row_probs)
+        output = bring_back(hidden_states, handle, row_probs, backward_dtype=self.backward_dtype)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
             self.shared_experts.post_forward_comm()
@@ -310,10 +314,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
     ) -> ep.Received:
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
-        forward_dtype = torch.float8_e4m3fn if self.options.moe_dispatch_fwd_dtype == "fp8" else None
+        fp8: dict[str, Any] = {}
+        if self.options.moe_dispatch_fwd_dtype == "fp8":
+            fp8 = {"forward_dtype": torch.float8_e4m3fn, "forward_scales": self.forward_scales}
         if self._layout is not None and self._layout.handle is not None:
             if self._layout.handle.group is rank_group_of(buffer):
-                return ep.dispatch(x, None, probs, handle=self._layout.handle, forward_dtype=forward_dtype)
+                return ep.dispatch(x, None, probs, handle=self._layout.handle, **fp8)
             self._is_unread = False
         return self._dispatch(
             buffer,
@@ -322,7 +328,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             expert_alignment=self.alignment if capacity is None else 1,
             expert_capacity=capacity,
             max_recv_tokens=max_rows,
-            forward_dtype=forward_dtype,
+            **fp8,
         )
 
     def _dispatch(self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor | None, **settings: Any) -> ep.Received:
@@ -438,11 +444,14 @@ def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> N
         raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be {shape}")
 
 
-def _check_options(options: Options, config: TransformerConfig) -> None:
+def _refuse_values(config: TransformerConfig) -> None:
     for flag, (refused, why) in REFUSED_VALUES.items():
         value = getattr(config, name := flag[2:].replace("-", "_"), None)
         if value is not None and refused in (None, value):
             raise ValueError(f"{name} is {value!r}: {why}: leave it out")
+
+
+def _check_options(options: Options, config: TransformerConfig) -> None:
     for name, other in (
         ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"),
         ("moe_apply_probs_on_combine", "moe_apply_probs_on_input"),

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron import announce, chunks, routing_trace
+from megatron_ep.megatron import announce, chunks, fp8_rows, routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.experts import with_experts
 from megatron_ep.megatron.router import EPTopKRouter
@@ -73,9 +73,9 @@ def initialize(
     base: `MoELayer.__init__`, bound to it.
     config, submodules, layer_number, pg_collection, options: see `EPMoELayer`.
 
-    Raises ValueError as `EPTokenDispatcher` and `chunks.enable` do; if the experts do not divide among the ranks; if
-    their gradients would be wrong with this version of Megatron-Core; if moe_expert_rank_capacity_factor is set and the
-    experts read their counts on the host.
+    Raises ValueError as `EPTokenDispatcher`, `fp8_rows.check_experts` and `chunks.enable` do; if the experts do not
+    divide among the ranks; if their gradients would be wrong with this version of Megatron-Core; if
+    moe_expert_rank_capacity_factor is set and the experts read their counts on the host.
     """
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
@@ -106,6 +106,7 @@ def initialize(
     layer.token_dispatcher = EPTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=pg_collection
     )
+    fp8_rows.check_experts(layer.token_dispatcher, layer.experts)
     # These routers choose at most moe_router_topk experts for a token. Choices of other routers are measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
     # A projection after combine needs its input for the gradient of its weights, and other layers may have one.

@@ -23,7 +23,9 @@ class Options:
         the experts to decode (moe_pad_experts_for_cuda_graph_inference): with at most this many tokens per rank they go
         in one hop. All other steps, and with None all steps, go through rings.
     moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 are sent to the experts as e4m3 with one scale per 128
-        elements, and arrive in their own dtype; gradients are sent unchanged. None: rows are sent unchanged.
+        elements, and arrive in their own dtype. None: rows are sent unchanged.
+    moe_combine_bwd_dtype: "fp8": gradients of the tokens are sent to the experts in the fp8 format in which Transformer
+        Engine's blockwise recipe rounds them. None: they are sent unchanged.
     moe_chunks: 2: a layer's tokens are sent in two halves, each of which travels while the experts compute the other.
         1: at once.
 
@@ -33,6 +35,7 @@ class Options:
     moe_expert_rank_capacity_factor: float | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: str | None = None
+    moe_combine_bwd_dtype: str | None = None
     moe_low_latency_max_tokens: int | None = None
     moe_chunks: int = 1
 
@@ -42,8 +45,9 @@ class Options:
             raise ValueError(f"moe_expert_rank_capacity_factor is {factor!r}, must be a number over 0")
         if not isinstance(self.moe_apply_probs_on_combine, bool):
             raise ValueError(f"moe_apply_probs_on_combine is {self.moe_apply_probs_on_combine!r}, must be a bool")
-        if self.moe_dispatch_fwd_dtype not in (None, "fp8"):
-            raise ValueError(f"moe_dispatch_fwd_dtype is {self.moe_dispatch_fwd_dtype!r}, must be 'fp8' or None")
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+            if getattr(self, name) not in (None, "fp8"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be 'fp8' or None")
         if self.moe_low_latency_max_tokens is not None:
             require_int("moe_low_latency_max_tokens", self.moe_low_latency_max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
         require_int("moe_chunks", self.moe_chunks, 1, 2)

@@ -61,12 +61,14 @@ class Replays:
         return layouts[-1]
 
 
-def unread_combine(x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | None) -> torch.Tensor:
+def unread_combine(
+    x: torch.Tensor, handle: ep.Handle, weights: torch.Tensor | None, *, backward_dtype: torch.dtype | None
+) -> torch.Tensor:
     """Returns zeros [T, H] with the backward pass of `megatron_ep.combine`."""
 
     def nothing(rows: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor]:
         return (rows.new_zeros(()).expand(handle.ranks[0].num_tokens, rows.shape[1]),)
 
     if weights is None:
-        return CombineFunction.apply(handle, nothing, x)[0]
+        return CombineFunction.apply(handle, nothing, backward_dtype, x)[0]
     return WeightedCombineFunction.apply(handle, nothing, x, weights)[0]

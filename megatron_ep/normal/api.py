@@ -105,6 +105,7 @@ def dispatch(
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
     forward_dtype: torch.dtype | None = None,
+    forward_scales: str = "fp32",
     layout: str = "grouped",
     max_tokens: int | None = None,
 ) -> Received:
@@ -135,6 +136,8 @@ def dispatch(
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 are sent as results of `float8.quantize`
         and received as those of `float8.dequantize`, in x's dtype. Their gradient is that of unrounded rows, sent in
         x's dtype. None: rows are sent unchanged.
+    forward_scales: the scales of forward_dtype: "fp32", or "pow2" for experts that quantize again, see
+        `float8.quantize`.
     layout: "grouped": one row for each of a token's experts on this rank, grouped by expert. "flat": one row per token,
         with the local experts that it chose in `Received.topk_idx`; combine then also takes one row per token, summed
         by the caller over the experts of this rank. Writes fewer bytes; for experts that permute rows themselves. Not
@@ -150,7 +153,7 @@ def dispatch(
     is_traced = torch.compiler.is_compiling()
     settings: tuple[Any, ...] = (expert_alignment, expert_capacity, max_recv_tokens, layout, max_tokens)
     key = None
-    if not is_traced and forward_dtype is None:
+    if not is_traced and forward_dtype is None and forward_scales == "fp32":
         key = plans.dispatch_signature(handle, x, topk_idx, topk_weights, scales, settings)
         if key is not None:
             received = _dispatch_by_plan(key, buffer, handle, x, topk_idx, topk_weights, scales, layout)
@@ -171,12 +174,15 @@ def dispatch(
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
             check_summable("the gradient of x", xs[0].dtype, group.device.type)
         values: list[torch.Tensor] | None = None
+        require_one_of("forward_scales", forward_scales, float8.SCALE_FORMATS)
+        if forward_dtype is None and forward_scales != "fp32":
+            raise ValueError(f"forward_scales is {forward_scales!r}, must be 'fp32' without forward_dtype")
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
             topk = ids[0].shape[1] if handle is None else handle.topk
             beside = None if weights is None else weights[0]
             plans.format_of(group, topk, xs[0], None, beside)  # checks the rows of the backward pass
-            values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
+            values, row_scales = autograd.quantized(xs, forward_scales, forward_dtype)
         if handle is None:
             request = CountRequest(expert_alignment, expert_capacity or 0, max_recv_tokens)
             one_hop = request if goes_in_one_hop(group, layout, max_tokens, xs[0], is_traced) else None
@@ -262,7 +268,9 @@ def _flat_ids_of(handle: Handle) -> Any:
     return handle.group.for_caller([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
 
 
-def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
+def combine(
+    x: Tensors, handle: Handle, weights: Tensors | None = None, *, backward_dtype: torch.dtype | None = None
+) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
     x: [R, H]; bfloat16, float32, float16 or float64 (a GPU sums the last two only if MEGATRON_EP_DTYPES named them at
@@ -272,6 +280,9 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     weights: [R], float32, or float64 if x is float64 (bfloat16 and float16 are converted): factor of each row of x, on
         all ranks or on none. Weights of padding are ignored. Gets a gradient. Saves the pass over x of
         `x * weights.unsqueeze(1)`, and its rounding to x's dtype. Keeps x for the backward pass.
+    backward_dtype: torch.float8_e4m3fn or torch.float8_e5m2: in the backward pass the rows of g (see below), of
+        bfloat16, float16 or float32, are sent as results of `float8.quantize(g, "pow2", backward_dtype)` and received
+        as those of `float8.dequantize`, in x's dtype. Not with weights. None: they are sent unchanged.
 
     Returns [T, H] in x's dtype: y[token] is the sum of weights[row] * x[row] over the rows of the token, or of x[row]
     without weights; zeros for a token without experts. Products and sums run in float32 (float64 for float64), each
@@ -287,7 +298,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     if not isinstance(handle, Handle):
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
     group, is_traced = handle.group, torch.compiler.is_compiling()
-    key = None if is_traced else plans.combine_signature(handle, x, weights)
+    key = None if is_traced or backward_dtype is not None else plans.combine_signature(handle, x, weights)
     if key is not None:
         plan: Any = group.call_cache.get(key)
         backend = group._backend
@@ -302,26 +313,33 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         given = weights
         x, weights = as_taken(x), as_taken(weights, weight_dtype(x))
         xs, row_weights = _check_combine(group, handle, x, weights, is_traced)
-        if not is_traced:
+        if backward_dtype is not None:
+            check_backward_dtype(backward_dtype, xs[0], weights)
+        if backward_dtype is not None or not is_traced:
             plan = launches.combine_plan(handle, xs, None, row_weights)
             if weights is given:
                 group.call_cache.add(key, plan)
             if not autograd.need_gradient(xs, row_weights):
                 sums = plan.run(handle, group.live_backend(), xs, None, row_weights)
                 return group.for_caller([y for y, _ in sums])
-    if is_traced:
+    if is_traced and backward_dtype is None:
         out = operators.traced_combine(handle, xs, row_weights)
     else:
-        out = _differentiable_sums(plan, handle, xs, row_weights)
+        out = _differentiable_sums(plan, handle, xs, row_weights, backward_dtype)
     return group.for_caller(out)
 
 
 def _differentiable_sums(
-    plan: Any, handle: Handle, xs: Sequence[Any], row_weights: Sequence[torch.Tensor] | None
+    plan: Any,
+    handle: Handle,
+    xs: Sequence[Any],
+    row_weights: Sequence[torch.Tensor] | None,
+    backward_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     run = autograd.sums(plan, handle, is_weighted=row_weights is not None)
-    function = autograd.CombineFunction if row_weights is None else autograd.WeightedCombineFunction
-    return list(function.apply(handle, run, *xs, *(row_weights or ())))
+    if row_weights is None:
+        return list(autograd.CombineFunction.apply(handle, run, backward_dtype, *xs))
+    return list(autograd.WeightedCombineFunction.apply(handle, run, *xs, *row_weights))
 
 
 # ---- arguments
@@ -552,6 +570,15 @@ def check_forward_dtype(forward_dtype: torch.dtype, x: torch.Tensor) -> None:
     if forward_dtype != torch.float8_e4m3fn:
         raise ValueError(f"forward_dtype is {forward_dtype}, must be torch.float8_e4m3fn or None")
     check_dtype("x with forward_dtype", x, tuple(float8.DTYPES))
+
+
+def check_backward_dtype(backward_dtype: torch.dtype, x: torch.Tensor, weights: object) -> None:
+    if backward_dtype not in float8.VALUE_DTYPES:
+        allowed = ", ".join(map(str, float8.VALUE_DTYPES))
+        raise ValueError(f"backward_dtype is {backward_dtype}, must be None or one of {allowed}")
+    if weights is not None:
+        raise ValueError(f"backward_dtype is {backward_dtype}, must be None with weights")
+    check_dtype("x with backward_dtype", x, tuple(float8.DTYPES))
 
 
 def check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:

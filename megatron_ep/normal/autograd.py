@@ -39,18 +39,35 @@ def need_gradient(*lists: Sequence[torch.Tensor] | None) -> bool:
     return False
 
 
-def differentiable_dispatch(handle: Handle, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Applies `DispatchFunction` if a gradient is needed; otherwise calls directly, which is faster in torch."""
+def differentiable_dispatch(
+    handle: Handle, *tensors: torch.Tensor, fp8: tuple[str, torch.dtype] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Applies `DispatchFunction` if a gradient is needed; otherwise calls directly, which is faster in torch.
+
+    fp8: the last arguments of `float8.quantize`, by whose results the rows are sent.
+    """
     n = len(handle.ranks)
-    run = sends(launches.dispatch_plan(handle, tensors[:n], None, tensors[n:] or None, clears_end=True), handle, None)
+    values, scales = (None, None) if fp8 is None else quantized(tensors[:n], *fp8)
+    plan = launches.dispatch_plan(handle, as_sent(values or tensors[:n]), scales, tensors[n:] or None, clears_end=True)
+    run = sends(plan, handle, scales, values)
     return DispatchFunction.apply(handle, run, *tensors) if need_gradient(tensors) else run(*tensors)
+
+
+def quantized(xs: Sequence[torch.Tensor], scales: str, dtype: torch.dtype) -> Sequence[list[torch.Tensor]]:
+    """Returns the lists of values and of scales of each rank's rows."""
+    return [list(part) for part in zip(*(float8.quantize(x, scales, dtype) for x in xs), strict=True)]
+
+
+def as_sent(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns rows in a type that travels: float8_e5m2, which nobody calculates with on the way, as float8_e4m3fn."""
+    return [x.view(torch.float8_e4m3fn) if x.dtype == torch.float8_e5m2 else x for x in rows]
 
 
 def differentiable_combine(handle: Handle, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Applies `CombineFunction` if a gradient is needed; otherwise calls directly."""
     n = len(handle.ranks)
     run = sums(launches.combine_plan(handle, tensors[:n], tensors[n:] or None, None), handle)
-    return CombineFunction.apply(handle, run, *tensors) if need_gradient(tensors) else run(*tensors)
+    return CombineFunction.apply(handle, run, None, *tensors) if need_gradient(tensors) else run(*tensors)
 
 
 def sends(
@@ -65,10 +82,12 @@ def sends(
         group = handle.group
         n = len(group.ranks)
         with group.abort_peers_on_error():
-            parts = plan.run(handle, group.live_backend(), values or tensors[:n], scales, tensors[n:] or None)
+            sent = as_sent(values) if values else tensors[:n]
+            parts = plan.run(handle, group.live_backend(), sent, scales, tensors[n:] or None)
             rows, out_scales, probs = zip(*parts, strict=True)
             if values:
-                rows = tuple(map(float8.dequantize, rows, out_scales, [x.dtype for x in tensors[:n]]))
+                arrived = [x.view(values[0].dtype) for x in rows]
+                rows = tuple(map(float8.dequantize, arrived, out_scales, [x.dtype for x in tensors[:n]]))
         return (*rows, *(probs if tensors[n:] else ()), *(out_scales if scales and not values else ()))
 
     return run
@@ -128,15 +147,20 @@ def _given(grad: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 
 
 class CombineFunction(Function):
+    """dtype: of the rows in which gradients are sent, with scales that are powers of two; None: as they are."""
+
     @staticmethod
-    def forward(ctx: Any, handle: Handle, run: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle = handle
+    def forward(
+        ctx: Any, handle: Handle, run: Run, dtype: torch.dtype | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.handle, ctx.fp8 = handle, None if dtype is None else ("pow2", dtype)
         return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.group.abort_peers_on_error("combine"):
-            return (None, None, *differentiable_dispatch(ctx.handle, *map(in_memory, grads)))
+            back = differentiable_dispatch(ctx.handle, *map(in_memory, grads), fp8=ctx.fp8)
+            return (None, None, None, *back)
 
 
 class WeightedCombineFunction(Function):

@@ -296,6 +296,7 @@ class Dispatcher(Section):
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
+    moe_combine_bwd_dtype: Literal["fp8"] | None = None
     moe_low_latency_max_tokens: PositiveInt | None = None
     moe_chunks: Literal[1, 2] = 1
 

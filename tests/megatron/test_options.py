@@ -355,6 +355,7 @@ def test_float8_rows_change_little(dtype, hidden, settings):
         ({FACTOR: float("nan")}, f"{FACTOR} is nan"),
         ({"moe_apply_probs_on_combine": 1}, "moe_apply_probs_on_combine is 1, must be a bool"),
         ({"moe_dispatch_fwd_dtype": "mxfp8"}, "moe_dispatch_fwd_dtype is 'mxfp8', must be 'fp8' or None"),
+        ({"moe_combine_bwd_dtype": "mxfp8"}, "moe_combine_bwd_dtype is 'mxfp8', must be 'fp8' or None"),
     ],
 )
 def test_options_out_of_range(settings, words):

@@ -160,6 +160,11 @@ def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
             {"forward_dtype": torch.float8_e4m3fn, "x": [torch.ones(T, H).double()] * 2},
             r"x with forward_dtype is torch\.float64, must be one of torch\.bfloat16",
         ),
+        ({"forward_scales": "pow2"}, "forward_scales is 'pow2', must be 'fp32' without forward_dtype"),
+        (
+            {"forward_scales": "ue8m0", "forward_dtype": torch.float8_e4m3fn},
+            "forward_scales is 'ue8m0', must be one of 'fp32', 'pow2'",
+        ),
         ({"scales": [torch.ones(T, 1)] * 2}, "scales must be given only with x of torch.float8_e4m3fn"),
         ({"topk_idx": None}, "topk_idx is a NoneType, must be a list of 2 tensors"),
         ({"x": torch.ones(T, H)}, "x is a Tensor, must be a list of 2 tensors"),
@@ -193,6 +198,23 @@ def test_bad_float8(cluster):
     rows = ep.dispatch(x, ids, scales=[torch.ones(T, 2)] * 2, buffer=cluster)
     with pytest.raises(ValueError, match=r"x is torch.float8_e4m3fn, must be one of torch.bfloat16"):
         ep.combine(rows.x, rows.handle)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward_dtype": torch.int8}, r"backward_dtype is torch\.int8, must be None or one of torch\.float8_e4m3fn"),
+        ({"weights": True}, r"backward_dtype is torch\.float8_e5m2, must be None with weights"),
+        ({"dtype": torch.float64}, r"x with backward_dtype is torch\.float64, must be one of torch\.bfloat16"),
+    ],
+)
+def test_bad_types_of_gradients(cluster, options, message):
+    rows = ep.dispatch(**good(), buffer=cluster)
+    x = [part.to(options.get("dtype", torch.float32)) for part in rows.x]
+    weights = rows.probs if "weights" in options else None
+    with pytest.raises(ValueError, match=message):
+        ep.combine(x, rows.handle, weights, backward_dtype=options.get("backward_dtype", torch.float8_e5m2))
+    assert_usable(cluster)
 
 
 def test_bad_handles(cluster):

@@ -96,6 +96,7 @@ def test_all_faults_are_reported_at_once(write):
         ("dispatcher.timeout=2.5", lambda r: r.dispatcher.timeout == 2.5),
         ("dispatcher.type=alltoall", lambda r: r.dispatcher.type == "alltoall"),
         ("dispatcher.moe_dispatch_fwd_dtype=fp8", lambda r: r.dispatcher.settings()["moe_dispatch_fwd_dtype"] == "fp8"),
+        ("dispatcher.moe_combine_bwd_dtype=fp8", lambda r: r.dispatcher.settings()["moe_combine_bwd_dtype"] == "fp8"),
         ('dataset.path="a=b: c.txt"', lambda r: r.dataset.path == "a=b: c.txt"),
         ("model.moe_shared_expert_overlap=true", lambda r: r.model.moe_shared_expert_overlap),
         ("ddp.overlap_grad_reduce=true", lambda r: r.ddp.overlap_grad_reduce),  # a section that the file does not have

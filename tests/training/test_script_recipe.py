@@ -186,7 +186,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     command = [sys.executable, "-m", "megatron_ep.cli.main", "train", SLICE, "--megatron-lm", tmp_path, "--steps", "3"]
     changes = ["topology.ranks_per_node=2", "parallel.expert_model_parallel_size=2", "dispatcher.num_sms=8"]
     changes += ["dispatcher.moe_apply_probs_on_combine=true", "dispatcher.moe_dispatch_fwd_dtype=fp8"]
-    changes += ["dispatcher.row_bytes=16384"]
+    changes += ["dispatcher.moe_combine_bwd_dtype=fp8", "dispatcher.row_bytes=16384"]
     environment = {key: value for key, value in os.environ.items() if key not in (*LAUNCHERS, "MEGATRON_LM")}
     environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command += [word for change in changes for word in ("--set", change)]
@@ -194,7 +194,8 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
     options = {"moe_expert_rank_capacity_factor": None, "moe_apply_probs_on_combine": True}
-    options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None, "moe_chunks": 1}
+    options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_combine_bwd_dtype": "fp8"}
+    options |= {"moe_low_latency_max_tokens": None, "moe_chunks": 1}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
         assert connections == "1" and enabled is True and settings == {"num_sms": 8, "row_bytes": 16384} | options
