@@ -1,5 +1,6 @@
-"""A MoE layer whose experts are Transformer Engine's, in fp8: this dispatcher against Megatron's all-to-all, and rows
-that arrive padded against experts that pad for themselves. Ranks share a GPU where there are too few."""
+"""A MoE layer whose experts are Transformer Engine's, in fp8: this dispatcher against Megatron's all-to-all; rows that
+arrive padded against experts that pad for themselves; rows and gradients that travel as fp8 against those in bf16.
+Ranks share a GPU where there are too few."""
 
 import contextlib
 
@@ -118,3 +119,46 @@ def test_experts_in_fp8(ranks, recipe):
         # move the blocks that are scaled together: two roundings of the same numbers.
         assert rank["padding routers"] < 0.3
         assert rank["padded, from bf16"] < 1.2 * rank["padding routers, from bf16"]
+
+
+ROWS, GRADIENTS = {"moe_dispatch_fwd_dtype": "fp8"}, {"moe_combine_bwd_dtype": "fp8"}
+WIRES = {"rows": ROWS, "gradients": GRADIENTS, "both": {**ROWS, **GRADIENTS}}
+
+
+def compare_wires(fp8, recompute):
+    """Of each wire: whether output and gradient of the input have the bits of the bf16 wire; and its distance."""
+    import torch.distributed as dist
+    from gpu_layers import join
+
+    from megatron_ep.megatron import shared_buffers
+
+    join()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = 150 + 37 * dist.get_rank()
+    x, grad = torch.randn(2, tokens, 1, 1024, generator=generator)
+    sizes = torch.exp(3 * torch.randn(2, tokens, 1, 1, generator=generator))  # of rows
+    x, grad = (torch.stack([x, grad]) * sizes).to("cuda", torch.bfloat16)
+    x[3], grad[5] = 0, 0
+    settings = {"fp8": fp8, "fp8_recipe": "blockwise"}
+    if recompute:
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    found, plain, weights = {}, None, None
+    for name, options in {"bf16": {}, **WIRES}.items():
+        shared_buffers.close_buffers()
+        shared_buffers.configure(num_sms=4, timeout=60.0, **options)
+        results, _, weights = run(True, x, grad, weights, **settings)
+        plain = plain or results
+        equal = [torch.equal(results[part], plain[part]) for part in ("output", "input")]
+        found[name] = (equal, distance(results, plain))
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
+def test_rows_and_gradients_in_fp8_lose_nothing(ranks, fp8, recompute):
+    for rank in ranks.run(compare_wires, fp8, recompute):
+        print(rank)
+        assert all(all(equal) for equal, _ in rank.values()), rank
+        assert all(0 < apart < 0.1 for name, (_, apart) in rank.items() if name != "bf16"), "weights' gradients differ"

@@ -3,7 +3,9 @@ all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24
 experts, and in fp8; and DeepEP through Megatron's flex dispatcher, where `import deep_ep` finds one that fits. Prints a
 table.
 
-    PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ...]
+    PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ... | wires]
+
+wires: the fp8 models (blockwise, e4m3 and hybrid) with rows and gradients that travel in bf16 and in fp8 (six cases).
 
 Takes 4, 2 or 1 of the GPUs that are there, as many as EP. RECIPE and SET: another recipe and what it changes, as in
 
@@ -37,6 +39,7 @@ WARM_UP = 4  # steps whose time does not count
 # Steps whose losses and norms are compared: later ones magnify roundings. Megatron's all-to-all with and without its
 # fused permute are 0.3 % apart at the fifth.
 COMPARED = 4
+WIRE_STEP = 1.01  # of the time of a step with bf16 on the way
 FP8_APART = 0.05  # what Megatron's functional tests allow between losses
 
 
@@ -59,8 +62,8 @@ def alltoall(words=(), **options):
     return Case(ep_flags=None, words=(*ALLTOALL_WORDS, *words), dispatcher=ALLTOALL, **options)
 
 
-def fp8(recipe):
-    settings = ("fp8_format=hybrid", f"fp8_recipe={recipe}", "moe_router_padding_for_quantization=true")
+def fp8(recipe, number_format="hybrid"):
+    settings = (f"fp8_format={number_format}", f"fp8_recipe={recipe}", "moe_router_padding_for_quantization=true")
     return tuple(f"precision.{setting}" for setting in settings)
 
 
@@ -117,6 +120,13 @@ CASES = {
     "ours, fp8 blockwise": Case(recipe=fp8("blockwise")),
     "all-to-all, fp8 blockwise": alltoall(recipe=fp8("blockwise")),
 }
+ROWS, GRADIENTS = ("--ep-moe-dispatch-fwd-dtype", "fp8"), ("--ep-moe-combine-bwd-dtype", "fp8")
+WIRES = {
+    f"ours, fp8 blockwise {number_format}{name}": Case(ep_flags=words, recipe=fp8("blockwise", number_format))
+    for number_format in ("e4m3", "hybrid")
+    for name, words in (("", ()), (", fp8 rows", ROWS), (", fp8 rows, gradients", ROWS + GRADIENTS))
+}
+CASES_BY_NAME = {**CASES, **WIRES}
 PAIRS = {  # what must have the same losses and norms, and how far apart they may be
     ("ours, 24 SMs", "all-to-all"): 5e-3,
     ("ours, 24 SMs", "DeepEP, 24 SMs"): 5e-3,
@@ -126,14 +136,16 @@ PAIRS = {  # what must have the same losses and norms, and how far apart they ma
     ("ours, grouped, one graph", "ours, grouped"): 5e-3,
     ("ours, fp8 tensorwise", "all-to-all, fp8 tensorwise"): FP8_APART,
     ("ours, fp8 blockwise", "all-to-all, fp8 blockwise"): FP8_APART,
+    **{(name, name.partition(", fp8 rows")[0]): 1e-2 for name in WIRES if ", fp8 rows" in name},
 }
 
 
 def main(names):
     tree = megatron_lm()
-    unknown = [name for name in names if name not in CASES]
+    names = [*WIRES] if names == ["wires"] else names or [*CASES]
+    unknown = [name for name in names if name not in CASES_BY_NAME]
     if unknown:
-        sys.exit(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
+        sys.exit(f"no case {unknown[0]!r}; there are {', '.join(CASES_BY_NAME)}")
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
     out.mkdir(parents=True, exist_ok=True)
     gpus = gpus_taken()
@@ -141,17 +153,18 @@ def main(names):
         sys.exit("torch finds no GPU")
     deadline = time.monotonic() + float(os.environ.get("BUDGET", 470))
     results, longest, missing = {}, 60.0, []
-    for name in names or CASES:
-        if CASES[name].overlap and gpus == 1:
+    for name in names:
+        case = CASES_BY_NAME[name]
+        if case.overlap and gpus == 1:
             print(f"{name}: left out, overlap needs EP over 1", flush=True)
-        elif CASES[name].dispatcher == FLEX and find_spec("deep_ep") is None:
+        elif case.dispatcher == FLEX and find_spec("deep_ep") is None:
             print(f"{name}: left out, there is no module deep_ep", flush=True)
         elif deadline - time.monotonic() < longest:
             print(f"{name}: left out, no time", flush=True)
             missing.append(name)
         else:
             began = time.monotonic()
-            row = run(name, CASES[name], gpus, tree, out, deadline - began)
+            row = run(name, case, gpus, tree, out, deadline - began)
             longest = max(longest, time.monotonic() - began)
             if row is None:
                 missing.append(name)
@@ -208,7 +221,7 @@ def run(name, case, gpus, tree, out, limit):
 
 
 HEAD = (
-    f"{'':36} {'step ms':>8} {'GPU ms':>8} {'between':>8} {'kernels':>8} {'tokens/s':>9} {'peak GiB':>9} "
+    f"{'':44} {'step ms':>8} {'GPU ms':>8} {'between':>8} {'kernels':>8} {'tokens/s':>9} {'peak GiB':>9} "
     f"{'first, last loss':>18}"
 )
 
@@ -216,7 +229,7 @@ HEAD = (
 def line(name, row):
     losses = f"{row['losses'][0]:.4f} {row['losses'][-1]:.4f}"
     times = f"{row['step_ms']:8.1f} {row['gpu_ms']:8.1f} {row['between_ms']:8.1f} {row['launches']:8}"
-    return f"{name:36} {times} {row['tokens_per_second']:9,.0f} {row['peak_gib']:9.1f} {losses:>18}"
+    return f"{name:44} {times} {row['tokens_per_second']:9,.0f} {row['peak_gib']:9.1f} {losses:>18}"
 
 
 def judge(results):
@@ -231,6 +244,19 @@ def judge(results):
             )
             same = f"same losses and norms in {COMPARED} steps, apart by at most {apart:.2%} ({allowed:.1%})"
             verdicts.append(f"{'holds' if apart < allowed else 'FAILS'}: {one} and {other}: {same}")
+    for name in WIRES:
+        plain = name.partition(", fp8 rows")[0]
+        if name != plain and name in results and plain in results:
+            ours, theirs = results[name], results[plain]
+            first = ours["losses"][0], theirs["losses"][0]
+            verdicts.append(
+                f"{'holds' if first[0] == first[1] else 'FAILS'}: {name}: the first loss of {plain}, {first}"
+            )
+            share, allowed = ours["step_ms"] / theirs["step_ms"], WIRE_STEP
+            verdicts.append(
+                f"{'holds' if share <= allowed else 'FAILS'}: {name}: a step takes {share:.3f} of that of {plain} "
+                f"(at most {allowed})"
+            )
     for load in ("", ", even load"):
         ours, theirs = results.get(f"ours, 24 SMs{load}"), results.get(f"all-to-all{load}")
         if ours is not None and theirs is not None:
