@@ -1,8 +1,8 @@
 """Keeps optimizer states that a distributed optimizer saved in the order of its memory from experts of another kind.
 
-Grouped experts have the numbers of Megatron's experts in another order, and as many of them, so that Megatron would load
-states of the one into the other, and mix up the experts. Two of its formats are in the order of memory: "dp_reshardable",
-the default of torch_dist, and that of torch. They can be continued with the same kind of experts. The format of
+Grouped experts have the numbers of Megatron's experts in another order, and as many of them, so that Megatron would
+load states of the one into the other, and mix up the experts. Two of its formats are in the order of memory:
+"dp_reshardable", the default of torch_dist, and that of torch. The same kind of experts continues them. The format of
 --dist-ckpt-optim-fully-reshardable is by parameter, and fits both.
 """
 
@@ -16,8 +16,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 IS_GROUPED = "has_grouped_experts"  # an attribute of parameters
 NOTE = "grouped experts; others continue states of --dist-ckpt-optim-fully-reshardable alone"
 WRONG = (
-    "optimizer states were saved with {saved} experts in the order of their memory, and this run has {own} experts: save "
-    "them with --dist-ckpt-optim-fully-reshardable, or continue with --no-load-optim"
+    "optimizer states were saved with {saved} experts in the order of their memory, and this run has {own} experts: "
+    "save them with --dist-ckpt-optim-fully-reshardable, or continue with --no-load-optim"
 )
 
 
