@@ -27,8 +27,12 @@ constexpr const char* kRoleNames[] = {"launch",
                                       "low_latency_sender",
                                       "low_latency_receiver",
                                       "low_latency_combine_sender",
-                                      "low_latency_combine_receiver"};
-static_assert(std::size(kRoleNames) == static_cast<size_t>(Role::LowLatencyCombineReceiver) + 1);
+                                      "low_latency_combine_receiver",
+                                      "one_hop_sender",
+                                      "one_hop_receiver",
+                                      "one_hop_combine_sender",
+                                      "one_hop_combine_receiver"};
+static_assert(std::size(kRoleNames) == static_cast<size_t>(Role::OneHopCombineReceiver) + 1);
 constexpr const char* kWaitNames[] = {"nothing",
                                       "counts from another node",
                                       "counts from a rank of this node",
@@ -80,14 +84,10 @@ py::dict counts(const Calls& calls) {
     py::dict d;
     d["notify"] = load(calls.notify);
     d["transfer"] = load(calls.transfer);
-    for (const int is_combine : {0, 1}) {
-        const std::string kind = is_combine ? "combine" : "dispatch";
-        d[py::str(kind + "_sent")] = load(calls.sent[is_combine]);
-        for (const int bank : {0, 1}) {
-            d[py::str(kind + "_received_" + std::to_string(bank))] =
-                load(calls.received[is_combine][bank]);
-        }
-    }
+    d["dispatch_sent"] = load(calls.dispatch_sent);
+    d["combine_sent"] = load(calls.combine_sent);
+    d["dispatch_received"] = load(calls.dispatch_received);
+    d["combine_received"] = load(calls.combine_received);
     return d;
 }
 

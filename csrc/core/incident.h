@@ -47,10 +47,21 @@ enum class Role : int {
     LowLatencySender,
     LowLatencyReceiver,
     LowLatencyCombineSender,
-    LowLatencyCombineReceiver
+    LowLatencyCombineReceiver,
+    OneHopSender,  // the same in calls of the normal API, see Config.max_tokens
+    OneHopReceiver,
+    OneHopCombineSender,
+    OneHopCombineReceiver
 };
 
 constexpr Role kLastOfTransfers = Role::CombineReceiver;
+
+// The role in one hop of a role of the low-latency mode.
+constexpr Role in_one_hop(Role role) {
+    constexpr int kApart =
+        static_cast<int>(Role::OneHopSender) - static_cast<int>(Role::LowLatencySender);
+    return static_cast<Role>(static_cast<int>(role) + kApart);
+}
 
 enum class Outcome : int {
     Ok,
@@ -87,13 +98,13 @@ struct Incident {
     uint64_t call;
 };
 
-// Numbers of the last call of each kind, counted from 1. Low-latency pairs are {dispatch, combine};
-// their receiving halves may come in any order and have one number per bank.
+// Numbers of the last call of each kind, counted from 1 by the buffer: a heap of the low-latency
+// mode numbers its calls for itself. Receiving halves may come in any order, and have the number
+// with which their call was sent.
 struct Calls {
     uint64_t notify;
-    uint64_t transfer;  // dispatches and combines
-    uint64_t sent[2];
-    uint64_t received[2][2];
+    uint64_t transfer;  // dispatches and combines, also those in one hop
+    uint64_t dispatch_sent, combine_sent, dispatch_received, combine_received;  // low-latency
 };
 
 // The reason that a rank's host gives when it ends the waits of all ranks.

@@ -7,6 +7,7 @@
 
 #include "core/function.h"
 #include "core/heap.h"
+#include "core/incident.h"
 #include "core/lines.h"
 #include "core/network_flags.h"
 #include "core/row.h"
@@ -67,6 +68,14 @@ EP_HD constexpr bool receives(LowLatencyLaunches launches) {
     return launches != LowLatencyLaunches::Send;
 }
 
+// The counter of a half, unless it is of a call in one hop, which counts as a transfer.
+EP_HD constexpr uint64_t Calls::* counter_of(LowLatencyKind kind, LowLatencyHalf half) {
+    const bool is_dispatch = kind == LowLatencyKind::Dispatch;
+    if (half == LowLatencyHalf::Send)
+        return is_dispatch ? &Calls::dispatch_sent : &Calls::combine_sent;
+    return is_dispatch ? &Calls::dispatch_received : &Calls::combine_received;
+}
+
 // The low-latency mode's symmetric heap, separate from the normal mode's.
 //
 // A dispatch's row lies in the slot of its source rank and token, a combine's in that of its token
@@ -96,7 +105,8 @@ struct LowLatencyHeap {
     size_t slot_bytes;  // size of the largest row
     bool masking;       // whether calls go on without ranks that stay away
     bool lines;         // all ranks mapped, over links that keep lines whole; never with masking
-    // Every combine sums at the expert, so there is no room for rows summed elsewhere.
+    // For calls of the normal API in one hop: every combine sums at the expert, so there is no room
+    // for rows summed elsewhere.
     bool sums_at_expert;
 
     LowLatencyHeap() = default;
@@ -177,6 +187,10 @@ struct LowLatencyHeap {
     // --- this rank's state ---
     // Calls sent so far.
     EP_HD size_t sent(LowLatencyKind kind) const { return line(sent_, kind); }
+    // The buffer's number of the last call in a bank, see Calls.
+    EP_HD size_t counted(LowLatencyKind kind, int bank) const {
+        return sent(kind) + (1 + bank) * sizeof(uint64_t);
+    }
     // Warps that have finished their share of a sending or receiving half, over all calls.
     EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
     EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }

@@ -104,7 +104,9 @@ class Buffer(AnyBuffer):
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
 
-        Handles of successful dispatches stay valid.
+        Handles of successful dispatches stay valid. The last call before the failure may have succeeded on some ranks
+        only: one that was slow in it hears of what another rank refused or lacked afterwards. On the host a rank that
+        resets after it has refused a call waits for those that have yet to finish the calls before.
 
         After a failure in a backward pass the parameters are those of the last step, provided that `raise_if_failed`
         was called before the optimizer's next one. Do not use the gradients: some hold NaN, and the sums of earlier

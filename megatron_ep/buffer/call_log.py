@@ -11,7 +11,7 @@ MAX_CALLS = 1000  # calls that are kept; a layer makes four
 
 
 class CallLog:
-    """The last calls: number (as in incidents), kind, address of the handle's layout, and `backward_of` at the call.
+    """The last calls: number (as in incidents), kind, identity of the handle's layout, and `backward_of` at the call.
 
     backward_of: "dispatch" or "combine" while the backward pass of such a call runs, otherwise "".
     """

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines
 from megatron_ep.meeting.codec import Plain
 from megatron_ep.meeting.failure_broadcast import FailureBroadcast
-from megatron_ep.meeting.processes import has_ended, process_fate
+from megatron_ep.meeting.processes import Owner, has_ended, process_fate
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.meeting.torch_group import timeout_of
 
@@ -66,8 +67,9 @@ class DistributedRankGroup(RankGroup):
         self.topology = agreed_topology(self._infos, config)
         self._machines = machines(self._infos)
         own = self._infos[self.rank].machine
-        self._neighbours = neighbours = {rank: info.pid for rank, info in enumerate(self._infos) if info.machine == own}
-        rendezvous.watch = lambda: {rank: process_fate(pid) for rank, pid in neighbours.items()}
+        near = {rank: info.owner for rank, info in enumerate(self._infos) if info.machine == own}
+        self._neighbours = neighbours = {rank: owner for rank, owner in near.items() if owner is not None}
+        rendezvous.watch = lambda: {rank: process_fate(owner.pid) for rank, owner in neighbours.items()}
         default_sms = sizes.default_sms(self.topology)
         sms = gpu.num_sms(config, self.device, 1, default_sms) if self.device.type == "cuda" else None
         fabric = self._connect_on_host() if sms is None else self._connect_gpus(sms, fabric)
@@ -140,7 +142,6 @@ class DistributedRankGroup(RankGroup):
 
     def reset(self) -> None:
         backend = self._meet_for("the buffer's reset", "reset the buffer")
-        backend.settle_refusal(wait=0.0)  # from here on the monitor may be paused, and ranks wait in a refused call
         with contextlib.ExitStack() as stack:
 
             def drain() -> None:
@@ -148,8 +149,11 @@ class DistributedRankGroup(RankGroup):
                 # The monitor runs until here, because it ends launches that wait for a rank that has died.
                 stack.enter_context(self._resetting())
 
-            watch = self._rendezvous.watch
-            self._rendezvous.watch = lambda: dict.fromkeys(backend.ranks_that_left(), blame.LEFT) | dict(watch())
+            def fates() -> dict[int, str | None]:
+                closed = [rank for rank, owner in self._neighbours.items() if owner.fate() == blame.CLOSED]
+                return dict(watch()) | dict.fromkeys([*backend.ranks_that_left(), *closed], blame.LEFT)
+
+            watch, self._rendezvous.watch = self._rendezvous.watch, fates
             try:
                 self._rendezvous.agree(drain)
             finally:
@@ -229,25 +233,15 @@ class DistributedRankGroup(RankGroup):
                 release.of_network(rendezvous, choice.NETWORKS[self.fabric](), network)
 
     def _has_ended(self, rank: int) -> bool:
-        return rank in self._neighbours and has_ended(self._neighbours[rank])
+        return rank in self._neighbours and has_ended(self._neighbours[rank].pid)
 
     def _let_go(self) -> None:
-        self._end_waits_for_this_rank()
+        self._close_pipe()
         self._stop_monitor()  # stops before the network, which it uses
         if self._network is not None:
             self._network.close()
         super()._let_go()
         self.__dict__.pop("_rendezvous", None)  # whose keys rank 0 deletes when it is gone
-
-    def _end_waits_for_this_rank(self) -> None:
-        """Ends the calls that other ranks have entered and this one, which closes its buffer, never will."""
-        backend = self._backend
-        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers
-            if backend is None or backend.masks or backend.is_capturing() or backend.aborted() is not None:
-                return
-            statuses = backend.rank_statuses()
-            if any(blame.ended(status, statuses, {self.rank: blame.LEFT}.get) for status in statuses):
-                backend.abort(interrupted=False, failed=True, reason="it closed its buffer")
 
     @contextlib.contextmanager
     def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
@@ -278,7 +272,7 @@ class DistributedRankGroup(RankGroup):
 
         def check_processes() -> None:
             for rank, info in enumerate(infos):
-                former = self._neighbours[rank]
+                former = self._neighbours[rank].pid
                 if rank in ranks and info.pid == former:
                     raise ValueError(f"ranks names {rank}, which has the process that it had")
                 if rank not in ranks and info.pid != former:
@@ -290,7 +284,7 @@ class DistributedRankGroup(RankGroup):
         if self.device.type == "cuda":
             self._rendezvous.agree(lambda: None)  # matches a step of `p2p.connect` on the other ranks
         self._infos = infos
-        self._neighbours.update(enumerate(info.pid for info in infos))
+        self._neighbours.update((rank, info.owner) for rank, info in enumerate(infos) if info.owner is not None)
 
     def renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
         """Maps the memory of ranks in new processes at its former addresses, while they run `shared_segments` or
@@ -318,7 +312,7 @@ class DistributedRankGroup(RankGroup):
 
     def _fate_of(self, rank: int) -> str | None:
         if rank in self._neighbours:
-            return process_fate(self._neighbours[rank])
+            return self._neighbours[rank].fate()
         return self._network.fate_of(rank) if self._network is not None else None
 
     def _unheard(self, rank: int) -> tuple[str, float] | None:
@@ -345,7 +339,9 @@ class DistributedRankGroup(RankGroup):
         if topology is not None:
             require_type("topology", topology, Topology)
         self.device = gpu.check_device(device)
-        return introduce(self.config, topology, self.device)
+        owner = Owner.here()
+        self._close_pipe = weakref.finalize(self, os.close, owner.descriptor)
+        return dataclasses.replace(introduce(self.config, topology, self.device), owner=owner)
 
     def keeps_lines(self) -> bool:
         if self.fabric == "p2p" and not self._is_one_machine:

@@ -132,7 +132,8 @@ class HostBackend(Backend):
             self.abort(interrupted=False, failed=False, reason=reason)
 
     def reset(self) -> None:
-        self._refusal = None
+        with self._settling:
+            self._refusal = None
         super().reset()
 
     def drain(self) -> None:

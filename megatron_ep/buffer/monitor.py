@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.diagnosis import blame, failures
 from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
-from megatron_ep.meeting.processes import process_fate
+from megatron_ep.meeting.processes import Owner
 
 INTERVAL_S = 0.2
 END_S = 2.0  # time to wait for the thread when it is stopped: it may wait for a GPU that does not answer
@@ -28,7 +28,7 @@ class Monitor:
     """Watches the other ranks for one rank, from construction until `stop`, in a daemon thread.
 
     backend: backend of this rank.
-    processes: process ids of the ranks on this machine, by rank; may change.
+    owners: processes of the ranks on this machine, by rank; may change.
     broadcast: carries the first failure between ranks that do not share memory; None: all do.
     describe: returns the failure of an (outcome, rank) for the broadcast. A method, whose object is not kept alive.
     """
@@ -37,13 +37,13 @@ class Monitor:
         self,
         backend: Backend,
         rank: int,
-        processes: Mapping[int, int],
+        owners: Mapping[int, Owner],
         broadcast: FailureBroadcast | None,
         describe: Callable[[str, int], Failure],
     ):
         self._backend = backend
         self._rank = rank
-        self._processes = processes
+        self._owners = owners
         self._broadcast = broadcast
         self._describe = weakref.WeakMethod(describe)
         self._lock = threading.RLock()  # a finalizer may run while it is held
@@ -87,8 +87,13 @@ class Monitor:
     def _run(self) -> None:
         while not self._is_over.wait(INTERVAL_S):
             try:
-                with self._lock:
-                    self._check()
+                # Also during a reset, for which this rank waits while others come to a call that it has refused.
+                self._backend.settle_refusal()
+                if self._lock.acquire(blocking=False):
+                    try:
+                        self._check()
+                    finally:
+                        self._lock.release()
             except Exception as error:  # for example of a GPU that no longer works: the next call raises it
                 log.debug("rank %d is no longer watched: %s", self._rank, error)
                 return
@@ -131,8 +136,8 @@ class Monitor:
     def _fates(self) -> dict[int, str]:
         """Returns the fate of the ranks that have left or ended."""
         fates = dict.fromkeys(self._backend.ranks_that_left(), blame.LEFT)
-        ended = [rank for rank, pid in list(self._processes.items()) if process_fate(pid) == blame.ENDED]
-        return fates | dict.fromkeys(ended, blame.ENDED)
+        near = {rank: fate for rank, owner in list(self._owners.items()) if (fate := owner.fate()) is not None}
+        return fates | {rank: fate for rank, fate in near.items() if fate in (blame.ENDED, blame.CLOSED)}
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()

@@ -267,7 +267,7 @@ class RankGroup(OfOneProcess):
             backend.tell_others()
             self._is_seen = True
             kind = EPMaskedError if aborted[0] == "cut_off" else EPAbortError
-            raise kind(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
+            raise kind(f"{self._cause_for_caller(*aborted)}; {HOW_TO_GO_ON}")
 
     def synchronize(self) -> None:
         """See `AnyBuffer`."""
@@ -387,6 +387,13 @@ class RankGroup(OfOneProcess):
             return self._own_cause(outcome, rank)
         return self._monitor.first(self.describe(outcome, rank)).cause
 
+    def _cause_for_caller(self, outcome: str, rank: int) -> str:
+        """Returns the cause, and whether this rank, which it may name, came later."""
+        cause = self._cause(outcome, rank)
+        if outcome != "timeout" or rank in self.ranks or self.live_backend().launcher.incidents():
+            return cause
+        return f"{cause}; this is rank {self.ranks[0]}, which was in no call"
+
     @property
     def _heard(self) -> Failure | None:
         """The failure that all ranks raise, if it came from another rank already."""
@@ -467,7 +474,7 @@ class RankGroup(OfOneProcess):
         """Returns the error that the caller raises because a rank gave up."""
         self.live_backend().tell_others()  # the error may end this process
         self._is_seen = True
-        cause = self._cause(outcome, rank)
+        cause = self._cause_for_caller(outcome, rank)
         incidents = by_cause(self.live_backend().launcher.incidents(), first_rank=rank)
         lines = summarize(incidents)
         heard = self._heard

@@ -12,12 +12,10 @@ from typing import Any
 
 MAX_NAMED = 8  # ranks, in a message
 
-# The only wait of a low-latency role that a receiving half ends; sending halves end all others.
-RELEASE = "a low-latency bank to be received"
-
-
-ENDED = "has ended"  # fate of a process of which nothing is left
-LEFT = f"{ENDED}, or closed its buffer"  # fate of a process of another machine that has signed off
+# Fates of a process:
+ENDED = "has ended"  # nothing is left of it
+CLOSED = "has closed its buffer"  # it runs
+LEFT = f"{ENDED}, or closed its buffer"  # it is on another machine and has signed off
 
 # Prefix of the reason of a rank that gives up because of another rank's process.
 STOPPED_WAITING = "stopped waiting: "
@@ -28,9 +26,9 @@ class RankStatus:
     """The state of a rank that other ranks can read.
 
     entered, finished: number of the last call of each kind, from 1: "notify"; "transfer" (dispatches and combines
-        together); in the low-latency mode "dispatch_sent", "combine_sent", and, for receiving halves of even and of odd
-        numbers, "dispatch_received_0", "dispatch_received_1", "combine_received_0", "combine_received_1". A call that
-        had been given up before the rank came to it is not entered.
+        together, also in one hop); of all low-latency modes "dispatch_sent", "combine_sent", and "dispatch_received",
+        "combine_received", which may come in another order. A call that had been given up before the rank came to it
+        is not entered.
     incidents: see `errors.EPError`.
     reason: argument of `Buffer.abort` on that rank, or the text of the error that stopped it; "" for none.
     sends: what its last calls sent, with the keys counter (as of `entered`), call (modulo 2^16), kind, payload_type,
@@ -49,7 +47,7 @@ class RankStatus:
     @property
     def inside(self) -> str | None:
         """The kind of call that the rank has begun and not finished."""
-        return next((kind for kind, number in self.entered.items() if number > self.finished[kind]), None)
+        return next((kind for kind, number in self.entered.items() if number != self.finished[kind]), None)
 
     @property
     def call(self) -> str | None:
@@ -80,7 +78,7 @@ class _Step:
 
     @property
     def verb(self) -> str:
-        return "received" if "received" in self.counter else "sent" if "sent" in self.counter else "entered"
+        return "sent" if "sent" in self.counter else "entered"
 
 
 NAMES = {"notify": "notify", "transfer": "call"}
@@ -136,10 +134,9 @@ def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[i
     """
     if waiting.inside is None:
         return None
-    counter = f"{waiting.inside.partition('_')[0]}_sent" if "_" in waiting.inside else waiting.inside
-    step = _Step(counter, waiting.entered[waiting.inside])
+    step = _Step(waiting.inside.replace("received", "sent"), waiting.entered[waiting.inside])
     others = [s for s in statuses if s.rank != waiting.rank and (s.inside or _is_behind(s, step))]
-    gone = [s.rank for s in others if fate(s.rank) in (ENDED, LEFT)]
+    gone = [s.rank for s in others if fate(s.rank) in (ENDED, CLOSED, LEFT)]
     return _sentence(gone, step, {s.rank: s for s in statuses}, fate) if gone else None
 
 
@@ -149,18 +146,18 @@ def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, 
     incidents = sorted(status.incidents, key=lambda incident: incident["outcome"] == "aborted")
     peers = list(dict.fromkeys(i["peer"] for i in incidents if i["peer"] not in (status.rank, -1)))
     incident = incidents[0]
-    if incident["role"].startswith("low_latency"):
-        kind = "combine" if "combine" in incident["role"] else "dispatch"
-        if incident["waiting_for"] == RELEASE:
-            received = _Step(f"{kind}_received_{incident['expected'] % 2}", incident["expected"])
-            is_late = any(_is_behind(known[rank], received) for rank in peers if rank in known)
-            if kind == "combine" or is_late:
-                return received, peers
-            return _Step("dispatch_sent", received.number + 1), peers  # over a network the next dispatch reports it
-        return _Step(f"{kind}_sent", incident["call"]), peers
-    counter = "notify" if incident["role"] == "notify" else "transfer"
+    counter = counter_of(incident["role"])
+    if "sent" in counter:
+        return _Step(counter, incident["call"]), peers
     late = sorted((rank for rank in known if known[rank].begun < status.begun), key=lambda rank: known[rank].begun)
     return _Step(counter, status.entered[counter]), late or peers
+
+
+def counter_of(role: str) -> str:
+    """Returns the kind of the calls, as in `RankStatus`, that a rank must send for this role of another one to go on."""
+    if role.startswith("low_latency"):
+        return "combine_sent" if "combine" in role else "dispatch_sent"
+    return "notify" if role == "notify" else "transfer"
 
 
 def _is_behind(status: RankStatus, step: _Step) -> bool:

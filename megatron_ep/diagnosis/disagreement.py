@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ep.diagnosis.blame import RankStatus, named
+from megatron_ep.diagnosis.blame import RankStatus, counter_of, named
 
 # Name and bytes of each element type, by its number in `megatron_ep.config.ELEMENT_TYPES`.
 DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
@@ -23,7 +23,7 @@ def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) 
     incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == "mismatch"]
     if not incidents:
         return UNKNOWN
-    counter, call = _call_of(incidents[0])
+    counter, call = counter_of(incidents[0]["role"]), incidents[0]["call"]
     ranks_by_text: dict[str, list[int]] = {}
     for status in statuses:
         for sent in status.sends:
@@ -37,13 +37,6 @@ def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) 
         by = "by different plans" if "by a plan" in text else "with the handles of different dispatches"
         parts = [f"all sent {text}, but {by}"]
     return f"in call {call} {'; '.join(parts)}"
-
-
-def _call_of(incident: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the counter of an incident's call, and its number."""
-    if not incident["role"].startswith("low_latency"):
-        return "transfer", incident["call"]
-    return ("combine" if "combine" in incident["role"] else "dispatch") + "_sent", incident["call"]
 
 
 def _text(sent: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ class RankInfo:
     ranks_per_node: str | None  # value of MEGATRON_EP_RANKS_PER_NODE
     memory: str | None = None  # value of MEGATRON_EP_PEER_MEMORY
     memory_in_use: str | None = None  # how the rank maps the memory of others, once it is connected over p2p
+    owner: processes.Owner | None = None  # of a buffer
 
     def shared(self) -> dict[str, Any]:
         """Returns what must be equal on all ranks, by the name that the user knows."""

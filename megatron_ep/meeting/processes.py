@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megatron_ep.diagnosis.blame import ENDED
+from megatron_ep.diagnosis.blame import CLOSED, ENDED
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Processes in different namespaces cannot map each other's memory: /proc/PID is another process, or CUDA IPC fails.
@@ -59,6 +61,32 @@ def started() -> float:
 def process_fate(pid: int) -> str | None:
     """Returns "has ended" or "is stopped" for a process of this machine; None while it runs."""
     return _fate(Path(f"/proc/{pid}"))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process of this machine that has a buffer, as others see it: the pipe is open as long as the buffer."""
+
+    pid: int
+    descriptor: int
+    inode: int
+
+    @classmethod
+    def here(cls) -> Owner:
+        """Opens the pipe of this process."""
+        descriptor, other_end = os.pipe()
+        os.close(other_end)
+        return cls(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+
+    def fate(self) -> str | None:
+        """Returns `process_fate`, or that the buffer is closed."""
+        is_open = True
+        with contextlib.suppress(PermissionError):
+            try:
+                is_open = os.stat(f"/proc/{self.pid}/fd/{self.descriptor}").st_ino == self.inode
+            except FileNotFoundError:
+                is_open = False
+        return process_fate(self.pid) or (None if is_open else CLOSED)
 
 
 def has_ended(pid: int) -> bool:

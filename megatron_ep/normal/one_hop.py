@@ -118,6 +118,7 @@ class OneHopDispatchPlan:
             per_launch += (out, out_scales, probs)
             per_launch += (experts, counts, rows, layout_call, handle.resets_since_made)
         counted = launches.launch(backend, self.call, stream, per_launch)
+        group.calls.note("dispatch", id((made or handle.ranks)[0].layout))
         if (aborted := backend.aborted()) is not None:
             if made and self.waits and aborted[0] == "bad_input" and aborted[1] in group.ranks:  # found by a GPU
                 expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
@@ -196,6 +197,7 @@ class OneHopCombinePlan:
             per_launch += (rank.layout, call, xs[i], weights and weights[i], factors, y, y_weights)
             per_launch += (rank.rows, layout_call, handle.resets_since_made)
         _launches_of(group).launch(backend, self.call, stream, per_launch)
+        group.calls.note("combine", id(handle.ranks[0].layout))
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts

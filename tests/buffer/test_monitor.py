@@ -136,7 +136,7 @@ class Backend:
     def ranks_that_left(self) -> list[int]:
         return []
 
-    def settle_refusal(self, gone: Collection[int]) -> None: ...
+    def settle_refusal(self, gone: Collection[int] = ()) -> None: ...
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None:
         self.failed = ("failed", 0)
@@ -181,10 +181,8 @@ class Ending(Backend):
 def test_a_rank_may_do_its_part_and_end(monkeypatch) -> None:
     backend, owner = Ending(), Owner()
     monkeypatch.setattr("megatron_ep.buffer.monitor.INTERVAL_S", 60.0)
-    monkeypatch.setattr(
-        "megatron_ep.buffer.monitor.process_fate", lambda pid: ENDED if pid == 1 or backend.has_ended else None
-    )
-    monitor = Monitor(backend, 0, {1: 1, 2: 2}, None, owner.describe)
+    ended, ending = mock.Mock(fate=lambda: ENDED), mock.Mock(fate=lambda: ENDED if backend.has_ended else None)
+    monitor = Monitor(backend, 0, {1: ended, 2: ending}, None, owner.describe)
     for _ in range(2):
         monitor._check()
     monitor.stop()

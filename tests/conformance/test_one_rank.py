@@ -39,7 +39,7 @@ def test_an_absent_rank_is_named(over, fabric, mode, phase):
     role, says = MODES[mode].absent[phase]
     assert any(role in m and "from rank 3: seen" in m for m in messages), messages
     assert all(re.search(rf": rank 3 {says}[;\n]", m) for m in messages[:3]), messages
-    of_call = ", call 2" if mode == "normal" else ""
+    of_call = "" if mode == "low latency" else ", call 2"
     backward = f"in the backward pass of combine{of_call}: does the loss"
     assert all((backward in m) == ("backward" in phase) for m in messages[:3]), messages
 
@@ -57,7 +57,7 @@ def test_a_failure_in_the_backward_pass_reaches_all(over, mode, kind):
 
 
 AROUND_MISTAKES = [one_rank.run_mistake_and_reset, one_rank.run_mistake_and_close, one_rank.run_mistake_of_all]
-AROUND_MISTAKES += [one_rank.run_mistake_of_another_thread]
+AROUND_MISTAKES += [one_rank.run_mistake_of_another_thread, one_rank.run_mistake_after_a_late_call]
 
 
 @pytest.mark.parametrize("mode", ALL)

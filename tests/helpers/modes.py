@@ -95,9 +95,9 @@ class Normal(Calls):
 
 class OneHop(Normal):
     absent: ClassVar = {
-        "dispatch": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
-        "combine": ("low_latency_combine", r"has not (sent|received) low-latency combine \d \(it finished \d\)"),
-        "backward": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
+        "dispatch": ("one_hop_receiver", r"has not entered call \d \(it finished 0\)"),
+        "combine": ("one_hop_combine", r"has not entered call \d \(it finished 1\)"),
+        "backward": ("one_hop_receiver", r"has not entered call \d \(it finished 2\)"),
     }
 
     def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None, **settings: Any) -> None:
@@ -107,8 +107,8 @@ class OneHop(Normal):
 
 class LowLatency(Calls):
     absent: ClassVar = {
-        "dispatch": ("low_latency_receiver", r"has not (sent|received) low-latency dispatch \d \(it finished \d\)"),
-        "combine": ("low_latency_combine", r"has not (sent|received) low-latency combine \d \(it finished \d\)"),
+        "dispatch": ("low_latency_receiver", r"has not sent low-latency dispatch \d \(it finished \d\)"),
+        "combine": ("low_latency_combine", r"has not sent low-latency combine \d \(it finished \d\)"),
     }
 
     def __init__(self, place: Place, nodes: int = 2, timeout: float | None = None, **options: Any) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from modes import HOST, MODES, Calls, LowLatency, Place
+from modes import EXPERTS, HOST, MODES, Calls, LowLatency, Place
 from waits import within
 
 import megatron_ep as ep
@@ -191,6 +191,22 @@ def run_mistake_and_reset(mode: str, place: Place, nodes: int) -> None:
                 calls.dispatch(x, ids, weights)
     calls.is_usable_again()
     assert time.monotonic() - started < 10, "the others waited until they timed out"
+
+
+def run_mistake_after_a_late_call(mode: str, place: Place, nodes: int) -> None:
+    """Rank 0 is late in a combine, for which everything is there, when the others have refused the next call and wait
+    in a reset, as rank 0 does after its own error: no rank is a call apart from the others then."""
+    calls = MODES[mode](place, nodes, 20.0)
+    x, ids, weights = calls.own(topk=1)
+    ids = ids % (EXPERTS // calls.world) + calls.rank * (EXPERTS // calls.world)  # each rank keeps its tokens
+    received = calls.dispatch(x, ids, weights)
+    dist.barrier()
+    if calls.rank == 0:
+        time.sleep(1.0)
+    calls.combine(received)
+    with pytest.raises(ValueError, match="must"):
+        calls.dispatch(x, ids[:, 0], weights)
+    calls.is_usable_again()
 
 
 def run_mistake_of_all(mode: str, place: Place, nodes: int) -> None:

@@ -102,3 +102,16 @@ def test_the_fate_of_a_process_whose_name_is_cut_inside_a_character() -> None:
         assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"fourteen bytes\xc3\n"
         assert process_fate(process.pid) is None and not has_ended(process.pid)
         process.kill()
+
+
+def test_a_process_whose_buffer_is_closed() -> None:
+    owner = processes.Owner.here()
+    assert owner.fate() is None
+    os.close(owner.descriptor)
+    assert owner.fate() == "has closed its buffer"
+    other = processes.Owner.here()
+    assert other.descriptor == owner.descriptor and owner.fate() == "has closed its buffer", "of another buffer"
+    os.close(other.descriptor)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert processes.Owner(process.pid, 3, 4).fate() == "has ended"

@@ -51,15 +51,33 @@ EP_FN bool has_ended(const DeviceRank& rank) {
     return ptx::load_acquire_sys(&rank.control->abort) || (rank.polls_report && host_aborted(rank));
 }
 
+// Completes an incident with the buffer's number of the call, which no argument of a launch can
+// hold, because a captured one is replayed; and with the role in one hop. Launches follow each
+// other, so a call is the first one that has not finished.
+EP_FN void name_call(const ControlBlock& control, Incident& incident) {
+    const auto entered = [&](uint64_t Calls::* of) {
+        return ptx::load_acquire_sys(&(control.entered.*of));
+    };
+    const auto finished = [&](uint64_t Calls::* of) {
+        return ptx::load_acquire_sys(&(control.finished.*of));
+    };
+    const bool is_hop = incident.role > kLastOfTransfers;
+    if (is_hop && entered(&Calls::transfer) == finished(&Calls::transfer)) {
+        const bool is_dispatch = incident.role <= Role::LowLatencyReceiver;
+        const auto sent = is_dispatch ? &Calls::dispatch_sent : &Calls::combine_sent;
+        const auto received = is_dispatch ? &Calls::dispatch_received : &Calls::combine_received;
+        const uint64_t number = entered(received);
+        incident.call = number != finished(received) ? number : finished(sent) + 1;
+    } else if (incident.role >= Role::NvlSender) {
+        incident.call = finished(&Calls::transfer) + 1;
+        if (is_hop) incident.role = in_one_hop(incident.role);
+    }
+}
+
 // Ends all waits of all reachable ranks, with CutOff those of this one alone, and tells the host.
 // Called by one thread. A rank that finds the abort word can read the incident.
 __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident incident) {
-    // The GPU's count: a captured launch has the same number in its arguments each time.
-    const bool is_transfer = incident.role >= Role::NvlSender && incident.role <= kLastOfTransfers;
-    const bool has_waited =
-        incident.outcome == Outcome::Timeout || incident.outcome == Outcome::Aborted;
-    if (is_transfer && has_waited)
-        incident.call = ptx::load_acquire_sys(&rank.control->entered.transfer);
+    name_call(*rank.control, incident);
     const uint64_t index = ptx::fetch_add_sys(&rank.control->incident_count, 1);
     if (index < ControlBlock::kMaxIncidents) {
         for (ControlBlock* block : {rank.control, rank.report}) {

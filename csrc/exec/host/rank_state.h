@@ -61,6 +61,9 @@ struct RankState {
             std::atomic_ref<uint64_t>(waited[peer]).fetch_add(ns, std::memory_order_relaxed);
     }
 
+    // The buffer's number of the next call that a counter counts: see Calls.
+    uint64_t next(uint64_t Calls::* count) const { return control->entered.*count + 1; }
+
     // Notes for others to read what the rank sends in the call that begins now.
     template <class Args>
     void note_sends(Sends::Mode mode, const Args& args) const {

@@ -33,6 +33,34 @@ EP_FN Team team_of_grid() {
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
+// Notes that a launch was entered, or that it has finished, and returns the buffer's number of its
+// call (see Calls). Called by one warp.
+template <LowLatencyLaunches kLaunches, class C>
+EP_FN uint64_t count_half(DeviceWarp& warp, const C& call, ControlBlock* control, bool enters) {
+    constexpr auto kSent = counter_of(C::kKind, LowLatencyHalf::Send);
+    constexpr auto kReceived = counter_of(C::kKind, LowLatencyHalf::Receive);
+    const bool one_hop = call.heap().sums_at_expert;
+    // Launches follow each other, so a call is the first one that has not finished to be sent.
+    uint64_t number =
+        ptx::load_relaxed_sys(&(control->finished.*(one_hop ? &Calls::transfer : kSent))) + 1;
+    uint64_t* const counted = call.word(call.heap().counted(C::kKind, call.bank));
+    if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+        if (!one_hop) number = *counted;
+    }
+    Calls& calls = enters ? control->entered : control->finished;
+    if (one_hop) {
+        if (enters ? sends(kLaunches) : receives(kLaunches))
+            warp.template credit<Scope::System>(&calls.transfer, number);
+        return number;
+    }
+    if constexpr (kLaunches == LowLatencyLaunches::Send) {
+        if (enters) warp.lanes(1, [&](int) { *counted = number; });
+    }
+    if (sends(kLaunches)) warp.template credit<Scope::System>(&(calls.*kSent), number);
+    if (receives(kLaunches)) warp.template credit<Scope::System>(&(calls.*kReceived), number);
+    return number;
+}
+
 // Runs share(warp, call, team), which returns Ended, on each warp.
 //
 // In a launch that writes the call's outputs every warp arrives, however its share has ended: so
@@ -52,29 +80,24 @@ EP_FN void run_launch(const L& launch, Share&& share) {
     const LowLatencyHeap& heap = launch.args.heap;
     const Team team = team_of_grid();
     const auto call = kSends ? next_call(fabric, launch.args) : begun_call(fabric, launch.args);
-    DeviceWarp warp(launch.rank, call.number, kRole, team.warp, bulk_buffers());
-    auto note = [&](Calls& calls) {
-        const int kind = static_cast<int>(kKind);
-        if (kSends) warp.template credit<Scope::System>(&calls.sent[kind], call.number);
-        if (kReceives)
-            warp.template credit<Scope::System>(&calls.received[kind][call.bank], call.number);
-    };
+    DeviceWarp warp(launch.rank, 0, kRole, team.warp, bulk_buffers());  // see name_call
     Ended ended = Ended::Failed;
     if (!is_aborted(launch.rank)) {
         if (team.warp == team.warps / 4) {  // a warp that has no rows in small batches
-            note(launch.rank.control->entered);
+            const uint64_t number = count_half<kLaunches>(warp, call, launch.rank.control, true);
             if (kSends) {
                 const auto& args = launch.args;
-                uint64_t& sends = launch.rank.control->sends_in(args.kMode, call.number);
-                warp.template credit<Scope::System>(
-                    &sends, Sends::word(args.kind(), call.number, args.format));
+                const auto mode = heap.sums_at_expert ? Sends::Mode::Transfer : args.kMode;
+                uint64_t& sends = launch.rank.control->sends_in(mode, number);
+                warp.template credit<Scope::System>(&sends,
+                                                    Sends::word(args.kind(), number, args.format));
                 begin_call(launch.rank, heap.topology.world());
             }
         }
         warp.begin_half(kRole);
         ended = share(warp, call, team);
     }
-    if (ended == Ended::Last) note(launch.rank.control->finished);
+    if (ended == Ended::Last) count_half<kLaunches>(warp, call, launch.rank.control, false);
     if constexpr (kReceives) {
         uint64_t* joins = fabric.template own<uint64_t>(heap.receive_joins(kKind));
         const bool last =

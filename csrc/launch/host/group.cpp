@@ -38,7 +38,7 @@ AnyHostFabric HostGroup::fabric_of(int rank, const std::vector<char*>& heaps,
     return MappedHostFabric(heap_.topology, rank, heaps);
 }
 
-void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
+void HostGroup::run(Count enters, Count finishes, bool begins_call, std::vector<Tasks> phases,
                     const std::function<bool()>& interrupted) {
     bool aborted = false;
     for (RankState& state : states_) {
@@ -50,7 +50,7 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
         return;
     }
     for (RankState& state : states_) {
-        if (!state.stalled) RankState::note(count(state.control->entered, state.call), state.call);
+        if (enters && !state.stalled) RankState::note(state.control->entered.*enters, state.call);
     }
     if (begins_call) {
         for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -73,8 +73,8 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
         if (any) run_roles(std::move(tasks), interrupted);
     }
     for (RankState& state : states_) {
-        if (state.unfinished == 0)
-            RankState::note(count(state.control->finished, state.call), state.call);
+        if (finishes && state.unfinished == 0)
+            RankState::note(state.control->finished.*finishes, state.call);
     }
 }
 

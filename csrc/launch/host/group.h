@@ -76,22 +76,23 @@ class HostGroup : public RankGroup {
                             const HostQueues* queues) const;
     template <class Warp>
     auto adder(Tasks& tasks, size_t index);
-    // Returns the counter of a kind of calls.
-    using Count = uint64_t& (*)(Calls& calls, uint64_t number);
-    // Runs the phases in turn. A rank on which one fails skips the later ones. begins_call: whether
-    // this is the first launch of a call, from which Heap::waited_before counts.
-    void run(Count count, bool begins_call, std::vector<Tasks> phases,
+    // The counter of a kind of calls.
+    using Count = uint64_t Calls::*;
+    // Runs the phases in turn. A rank on which one fails skips the later ones. enters, finishes:
+    // null where this is not the first, or not the last launch of a call. begins_call: whether it
+    // is the first one, from which Heap::waited_before counts.
+    void run(Count enters, Count finishes, bool begins_call, std::vector<Tasks> phases,
              const std::function<bool()>& interrupted);
     void run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted);
     static void begin_transfer(RankState& state, const TransferArgs& args) {
-        state.call = args.call;
+        state.call = state.next(&Calls::transfer);
         state.note_sends(Sends::Mode::Transfer, args);
     }
-    static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
     // Does what run does. If it did not finish, fills the outputs with Outputs::kPoison.
     template <class Args>
-    void run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
-                        std::vector<Tasks> phases, const std::function<bool()>& interrupted);
+    void run_to_outputs(Count enters, Count finishes, bool begins_call,
+                        const std::vector<Args>& args, std::vector<Tasks> phases,
+                        const std::function<bool()>& interrupted);
 
     Heap heap_;
     std::vector<int> ranks_;

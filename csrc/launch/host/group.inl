@@ -34,13 +34,12 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
     for (const NotifyArgs& a : args) {
         if (a.layout.totals().bad_token) return;
     }
-    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true,
-        {std::move(exchange)}, interrupted);
+    run(&Calls::notify, &Calls::notify, true, {std::move(exchange)}, interrupted);
 }
 
 template <class Args>
-void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
-                               std::vector<Tasks> phases,
+void HostGroup::run_to_outputs(Count enters, Count finishes, bool begins_call,
+                               const std::vector<Args>& args, std::vector<Tasks> phases,
                                const std::function<bool()>& interrupted) {
     const auto poison = [&] {
         const bool by_stall = !states_.front().aborted();  // the other ranks' outputs are complete
@@ -52,7 +51,7 @@ void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<
         }
     };
     try {
-        run(count, begins_call, std::move(phases), interrupted);
+        run(enters, finishes, begins_call, std::move(phases), interrupted);
     } catch (...) {
         poison();
         throw;
@@ -68,7 +67,7 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         add_dispatch_roles(args[i], adder<Warp>(roles, i));
         add_intra_rank_pass(args[i], adder<Warp>(local, i));
     }
-    run_to_outputs(count_transfers, args.front().begins_call(), args,
+    run_to_outputs(&Calls::transfer, &Calls::transfer, args.front().begins_call(), args,
                    {std::move(roles), std::move(local)}, interrupted);
 }
 
@@ -87,7 +86,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
             add_combine_roles<T>(args[i], receivers, adder<Warp>(roles, i));
         });
     }
-    run_to_outputs(count_transfers, true, args, {std::move(roles)}, interrupted);
+    run_to_outputs(&Calls::transfer, &Calls::transfer, true, args, {std::move(roles)}, interrupted);
 }
 
 }  // namespace ep

@@ -38,8 +38,10 @@ template <LowLatencyLaunches kHalf, class Args, class Share>
 void HostLowLatency::run_half(const std::vector<Args>& args,
                               const std::function<bool()>& interrupted, Share share) {
     constexpr bool kReceives = receives(kHalf);
-    constexpr Role kRole =
-        role_of(Args::kKind, kReceives ? LowLatencyHalf::Receive : LowLatencyHalf::Send);
+    constexpr LowLatencyHalf kOwn = kReceives ? LowLatencyHalf::Receive : LowLatencyHalf::Send;
+    constexpr HostGroup::Count kTransfer = &Calls::transfer, kCount = counter_of(Args::kKind, kOwn);
+    const bool one_hop = heap_.sums_at_expert;
+    const Role role = one_hop ? in_one_hop(role_of(Args::kKind, kOwn)) : role_of(Args::kKind, kOwn);
     std::vector<std::vector<RoleTask>> tasks(args.size());
     const auto deadline = std::chrono::steady_clock::now() +
                           std::chrono::duration_cast<std::chrono::steady_clock::duration>(
@@ -50,12 +52,19 @@ void HostLowLatency::run_half(const std::vector<Args>& args,
             return kReceives ? begun_call(fabric, args[i]) : next_call(fabric, args[i]);
         };
         state.deadline = deadline;
-        state.call = std::visit([&](auto& fabric) { return call_of(fabric).number; }, fabrics_[i]);
-        if (!kReceives) state.note_sends(Args::kMode, args[i]);
+        uint64_t& counted = std::visit(
+            [&](auto& fabric) -> uint64_t& {
+                const auto call = call_of(fabric);
+                return *call.word(heap_.counted(Args::kKind, call.bank));
+            },
+            fabrics_[i]);
+        if (!kReceives) counted = state.next(one_hop ? kTransfer : kCount);
+        state.call = counted;
+        if (!kReceives) state.note_sends(one_hop ? Sends::Mode::Transfer : Args::kMode, args[i]);
         for (int number = 0; number < warps_; ++number) {
             tasks[i].push_back(
                 {&state, [=, this, &state](Executor& executor) {
-                     HostWarp warp(executor, state, kRole, number);
+                     HostWarp warp(executor, state, role, number);
                      const Team team{number, warps_};
                      std::visit(
                          [&](auto& fabric) {
@@ -75,15 +84,12 @@ void HostLowLatency::run_half(const std::vector<Args>& args,
                 state.deadline = std::chrono::steady_clock::time_point::max();
         }
     } end{group_.states_};
-    constexpr int kKind = static_cast<int>(Args::kKind);
-    const HostGroup::Count count = [](Calls& calls, uint64_t number) -> uint64_t& {
-        return kReceives ? calls.received[kKind][number % LowLatencyHeap::kBanks]
-                         : calls.sent[kKind];
-    };
     if constexpr (kReceives) {
-        group_.run_to_outputs(count, false, args, {std::move(tasks)}, interrupted);
+        group_.run_to_outputs(one_hop ? nullptr : kCount, one_hop ? kTransfer : kCount, false, args,
+                              {std::move(tasks)}, interrupted);
     } else {
-        group_.run(count, true, {std::move(tasks)}, interrupted);
+        group_.run(one_hop ? kTransfer : kCount, one_hop ? nullptr : kCount, true,
+                   {std::move(tasks)}, interrupted);
     }
 }
 
