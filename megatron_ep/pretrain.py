@@ -205,6 +205,16 @@ def _run(script: Path, arguments: list[str]) -> None:
         if isinstance(error, EPError) or failures.has_unseen():
             _end_process(error)
         raise
+    finally:
+        _free_graphs()
+
+
+def _free_graphs() -> None:
+    """Frees Megatron's graphs of a full iteration: NCCL does not give up a communicator, and so this process would not
+    end, as long as a graph holds kernels of it."""
+    graphs = sys.modules.get("megatron.core.full_cuda_graph")
+    if graphs is not None:
+        graphs.FullCudaGraphWrapper.cuda_graph.update(training=None, validation=None)
 
 
 def _end_process(error: Exception) -> None:
