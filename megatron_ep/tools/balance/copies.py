@@ -129,8 +129,7 @@ def gains(trace: Trace, layer: Layer, slots: int, node: int | None = None) -> li
     before, after, copies, exposed = (
         np.array([getattr(of_pass, name) for of_pass in passes]) for name in ("before", "after", "copies", "exposed_ms")
     )
-    # All times of the layer in one pass.
-    even_ms = layer.experts_ms / layer.share
+    even_ms = layer.experts_ms / layer.share  # of a step, by layer and micro-batch
     step_ms, hidden_ms = even_ms + layer.experts_ms * (before - 1), layer.experts_ms * (before - after)
     found = []
     for first, last in spread.parts(steps):
