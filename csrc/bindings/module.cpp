@@ -17,6 +17,7 @@ py::dict build_info() {
 #else
     info["backends"] = py::make_tuple("host");
     info["cuda"] = py::none();
+    info["without cuda"] = MEGATRON_EP_WITHOUT_CUDA;
 #endif
     return info;
 }

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -90,18 +91,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _compare_all() -> int:
-    from torch.distributed import PrefixStore, rendezvous
+    from torch.distributed import PrefixStore
 
-    from megatron_ep.meeting import codec, stores
+    from megatron_ep.meeting import codec, job, stores
 
     timeout = timedelta(seconds=PATIENCE_S)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     report = env.collect()
     try:
+        store, rank, world_size = job.store_of_ranks(timeout)
+        store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         text, status = stores.bounded(LIMIT_S, lambda: exchange(store, rank, world_size, report, timeout))
     except RuntimeError as error:
-        print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
+        print(f"megatron-ep env: rank {os.environ['RANK']} lost the others: {error}", file=sys.stderr)
         return 1
     if rank == 0:
         print(codec.readable(text, codec.MAX_BYTES), flush=True)
@@ -119,7 +120,7 @@ def exchange(store: Any, rank: int, world_size: int, report: env.Report, timeout
     """
     store.set(f"report {rank}", json.dumps(report))
     if rank == 0:
-        missing = _wait(store, [f"report {other}" for other in range(world_size)], timeout)
+        missing = _wait_and_warn(store, [f"report {other}" for other in range(world_size)], timeout)
         reports = {other: _report(store, f"report {other}") for other in range(world_size) if other not in missing}
         store.set("comparison", json.dumps(compare(reports, world_size, timeout.total_seconds())))
         if world_size > 1:  # the store may end with this process
@@ -151,6 +152,21 @@ def _read(store: Any, key: str, kind: Any) -> Any:
 
 def _foreign(key: str, why: str) -> RuntimeError:
     return RuntimeError(f"the store holds at key {key!r} a value that no rank has written: {why}")
+
+
+def _wait_and_warn(store: Any, keys: list[str], timeout: timedelta) -> set[int]:
+    """As `_wait`, and says now and then on stderr for how many ranks it waits."""
+    from megatron_ep.meeting import stores
+
+    began, waited, limit = time.monotonic(), 0.0, timeout.total_seconds()
+    while True:
+        until = min(stores.next_warning(waited), limit)
+        missing = _wait(store, keys, timedelta(seconds=until - waited))
+        waited = max(until, time.monotonic() - began)
+        if not missing or waited >= limit:
+            return missing
+        where = f"{len(missing)} of {len(keys)} ranks at {stores.address(store)}: {_ranks(sorted(missing))}"
+        print(f"megatron-ep env: waits for {where}; for {waited:.0f} s of at most {limit:g} s", file=sys.stderr)
 
 
 def _wait(store: Any, keys: list[str], timeout: timedelta) -> set[int]:

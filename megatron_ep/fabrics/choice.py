@@ -216,8 +216,10 @@ def report() -> dict[str, str]:
     from megatron_ep import _C
     from megatron_ep.fabrics import atomics, gpu, peer_memory
 
-    facts = {"p2p": "not built: there was no nvcc"}
-    if hasattr(_C, "cuda_group"):
+    has_cuda = hasattr(_C, "cuda_group")
+    without = "" if has_cuda else f"not built: {_C.build_info()['without cuda']}"
+    facts = {"p2p": without}
+    if has_cuda:
         foreign = cuda_version.mismatch(_C.build_info()["cuda"])
         facts["p2p"] = foreign or "; ".join(filter(None, ("built", atomics.report())))
         if not foreign and torch.cuda.is_available():
@@ -234,9 +236,10 @@ def report() -> dict[str, str]:
     facts["card of each rank"] = verbs.report_of_ranks(
         [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     )
-    facts[TCP] = "built, needs nothing else" if hasattr(_C, "queue_group") else "built for the host: there was no nvcc"
+    facts[TCP] = "built, needs nothing else" if has_cuda else f"built for the host; for GPUs {without}"
     networks = "nvshmem, nccl, ibgda, verbs or else tcp" if nvshmem_env.has_cards() else f"tcp ({nvshmem_env.NO_CARD})"
-    facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
+    chosen = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
+    facts["chosen"] = chosen if has_cuda else f"none for GPUs, {without}"
     facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
     return facts
 

@@ -35,6 +35,10 @@ def check_device(device: str | torch.device) -> torch.device:
         return wanted
     if wanted.type != "cuda":
         raise ValueError(f"device is {device!r}, must be 'cpu' or 'cuda'")
+    if torch.version.cuda is None:
+        raise ValueError(f"device is {device!r}, but torch {torch.__version__} was built without CUDA")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU on this machine")
     if not hasattr(_C, "cuda_group"):
         raise ValueError(
             f"device is {device!r}, but megatron_ep was built without the CUDA backend: install the wheel "
@@ -42,8 +46,6 @@ def check_device(device: str | torch.device) -> torch.device:
         )
     if foreign := cuda_version.mismatch(_C.build_info()["cuda"]):
         raise ValueError(f"device is {device!r}, but {foreign}")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU")
     if wanted.index is not None and wanted.index >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}, must be one of the {torch.cuda.device_count()} GPUs that torch finds")
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)

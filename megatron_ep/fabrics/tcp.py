@@ -30,7 +30,8 @@ from megatron_ep.errors import EPError
 from megatron_ep.fabrics import verbs
 from megatron_ep.meeting import codec
 from megatron_ep.meeting.addresses import VARIABLE, own_address
-from megatron_ep.meeting.rendezvous import CHECK_S, WARN_S, StoreRendezvous
+from megatron_ep.meeting.rendezvous import CHECK_S, StoreRendezvous
+from megatron_ep.meeting.stores import WARN_S
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 import threading
 import time
@@ -31,9 +30,9 @@ NAME = re.compile("[0-9a-f]{32}")
 DECISION_S = 10.0  # seconds within which the first rank's decision arrives after its own wait has ended
 HEARD_S = 5.0  # seconds that the first rank, whose process may keep the store, waits until others know of a failure
 CHECK_S = 1.0  # seconds between two checks of a waiting rank for ranks that will not come; longer with many ranks
-WARN_S = 10.0  # seconds after which a wait is logged
 MIN_POLL_S, MAX_POLL_S = 1e-3, 20e-3
 MAX_READERS = 20_000  # reads of a store per second, by all ranks together
+MAX_NAMED = 8  # ranks in a message
 NEAR = 8  # number of ranks on either side whose processes a rank checks: most are on its machine
 PIECE_BYTES = 4 << 20  # torch's TCPStore allows values of at most 8 MiB
 
@@ -260,9 +259,11 @@ class StoreRendezvous:
         """Asks rank 0 for the name of the rendezvous. Its answer to a new question shows that it lives."""
         question, place, store = new_name(), self._place, self._connection
         answer, why = f"answer/{question}", ""
+        warn = self._warning(lambda: self._waits_for([0]), wait)
 
         def check() -> None:
             nonlocal why
+            warn()
             why = self._why_not()
 
         waiting.answer(lambda: place.write(store, question))
@@ -315,7 +316,7 @@ class StoreRendezvous:
         """Collects the messages for all ranks, on the first rank. Returns the decision."""
         keys = [self._key(rank) for rank in range(self.world_size)]
         absent = list(range(self.world_size))
-        warn_at = time.monotonic() + WARN_S
+        warn = self._warning(lambda: self._waits_for(self._missing()), wait)
 
         def is_over() -> bool:
             nonlocal absent
@@ -327,10 +328,7 @@ class StoreRendezvous:
             return bool(self._decision())
 
         def check() -> None:
-            nonlocal warn_at
-            if time.monotonic() > warn_at:
-                warn_at = math.inf
-                log.warning("%s; they may take %g s", self._absence(self._missing(), WARN_S), wait)
+            warn()
             self._check_ranks()
 
         if not self._poll(is_over, waiting, check):
@@ -483,6 +481,25 @@ class StoreRendezvous:
         text = f"rank {', '.join(map(str, missing))} did not come to {self._step()} within {seconds:g} s"
         fates = {rank: one.fate for rank, one in self._presences(missing[:NEAR]).items()}
         return text + "".join(f"; the process of rank {rank} {fate}" for rank, fate in fates.items() if fate)
+
+    def _waits_for(self, missing: list[int]) -> str:
+        ranks = ", ".join(map(str, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
+        many = f"{len(missing)} of {self.world_size} ranks at {stores.address(self._place.store)}"
+        return f"rank {self.rank} waits for {many} in {self._step()}: rank {ranks}"
+
+    def _warning(self, text: Callable[[], str], wait: float) -> Callable[[], None]:
+        """Returns a function that logs the text now and then while this rank waits."""
+        began = time.monotonic()
+        warn_at = stores.next_warning(0.0)
+
+        def warn() -> None:
+            nonlocal warn_at
+            waited = time.monotonic() - began
+            if waited > warn_at:
+                warn_at = stores.next_warning(waited)
+                log.warning("%s; it has waited for %.0f s of at most %g s", text(), waited, wait)
+
+        return warn
 
     def _ended(self, fates: Mapping[int, str]) -> str:
         why = "; ".join(dict.fromkeys(fates.values()))

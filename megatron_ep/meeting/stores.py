@@ -24,6 +24,7 @@ from megatron_ep.errors import EPError
 Result = TypeVar("Result")
 
 STORE_S = 60.0  # seconds for which a store may be silent
+WARN_S = 5.0  # seconds after which a wait is logged first
 SLOW_S = 0.25  # seconds after which a store that has not answered is silent
 NO_ANSWER = "the store of torch.distributed did not answer"
 ABSENT = "megatron_ep: absent"  # value that no rank writes
@@ -93,6 +94,18 @@ def write(connection: dist.Store, key: str, value: str) -> None:
     """Writes a value, and returns when the store has it. `set` returns when the value is sent."""
     connection.set(key, value)
     read(connection, key)
+
+
+def address(store: dist.Store) -> str:
+    """Returns the host and port of a store, for messages."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "the store of torch.distributed"
+
+
+def next_warning(waited: float) -> float:
+    """Returns after how many seconds of a wait it is logged next: after 5, 30, 60, 90, ..."""
+    return WARN_S if waited < WARN_S else 30.0 * (waited // 30.0 + 1)
 
 
 class Wait:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import gpu, rank_info
+from megatron_ep.meeting import job
+from megatron_ep.meeting.rendezvous import agreed_name
 
 
 class JobRanks:
@@ -32,7 +34,10 @@ class JobRanks:
     def __init__(self, timeout: float, device: str | None = "cpu") -> None:
         torch.set_num_threads(1)
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            limit = timedelta(seconds=timeout)
+            store, rank, world_size = job.store_of_ranks(limit)
+            agreed_name(dist.PrefixStore("megatron_ep", store), rank, world_size, limit)  # tells who is missing
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         except dist.DistError as error:
             raise EPError(f"the ranks of the job did not meet: {error}") from error
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

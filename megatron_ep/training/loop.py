@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.meeting import job
 from megatron_ep.meeting.rendezvous import agreed_name
 from megatron_ep.megatron.stand_ins import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
@@ -54,7 +55,7 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
 
 def _join(timeout: datetime.timedelta) -> None:
     """Creates the default group in a store of this attempt, because gloo would find addresses of ended ranks."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = job.store_of_ranks(timeout)
     name = agreed_name(dist.PrefixStore("megatron_ep", store), rank, world_size, timeout)
     store = dist.PrefixStore(name, store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -16,6 +16,7 @@ from waits import within
 from megatron_ep.cli import env as all_ranks
 from megatron_ep.cli import main as cli
 from megatron_ep.diagnosis import env
+from megatron_ep.meeting import job
 
 GPU = "NVIDIA H200, 143771 MiB, 580.65, 9.0"
 
@@ -107,7 +108,8 @@ def test_nobody_waits_for_ever(report):
 def test_a_store_that_does_not_answer_is_given_up(report, monkeypatch, capsys):
     answers = threading.Event()
     silent = mock.Mock(set=lambda *_: answers.wait(60))
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(silent, 1, 2)]))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(job, "store_of_ranks", lambda _: (silent, 1, 2))
     monkeypatch.setattr(dist, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(all_ranks, "LIMIT_S", 0.2)
     monkeypatch.setattr(env, "collect", lambda: report)

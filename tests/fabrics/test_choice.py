@@ -311,14 +311,33 @@ def test_a_network_without_ibgda_is_warned_of(
     assert warning in record.getMessage() and record.levelname == "WARNING"
 
 
+def has_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None = "13.0", found: bool = True) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+
+
 @pytest.mark.skipif(hasattr(_C, "cuda_group"), reason="this build has the CUDA backend")
-def test_a_build_without_cuda_says_so() -> None:
+def test_a_build_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpu(monkeypatch)
     with pytest.raises(ValueError, match=r"built without the CUDA backend: install the wheel \+cu1[23], or build"):
+        ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")
+    why = _C.build_info()["without cuda"]
+    assert why in ("MEGATRON_EP_CUDA was 0 when it was built", "no nvcc was found when it was built")
+    facts = choice.report()
+    assert facts["p2p"] == f"not built: {why}" and facts["chosen"] == f"none for GPUs, not built: {why}"
+    assert "no nvcc" not in str(facts) or "no nvcc" in why
+
+
+@pytest.mark.parametrize(("cuda", "says"), [(None, "was built without CUDA"), ("13.0", "finds no GPU on this machine")])
+def test_a_gpu_that_is_missing_is_named_before_what_cannot_help(cuda, says, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpu(monkeypatch, cuda, found=False)
+    with pytest.raises(ValueError, match=f"^device is 'cuda', but torch .* {says}$"):
         ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")
 
 
 def test_an_extension_of_another_cuda_than_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_version, "of_torch", {"cuda": "12.8", "__version__": "2.9.1+cu128"}.get)
+    has_gpu(monkeypatch)
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda": "13.0"})
     monkeypatch.setattr(_C, "cuda_group", None, raising=False)
     said = r"built with CUDA 13.0, but torch 2.9.1\+cu128 with CUDA 12.8: install the wheel \+cu12, or build .* nvcc 12"

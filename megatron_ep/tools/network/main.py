@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_ep.errors import EPError
 from megatron_ep.fabrics import choice, verbs
-from megatron_ep.meeting import addresses
+from megatron_ep.meeting import addresses, job
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.network import report
 from megatron_ep.tools.network.examination import TRIAL_S, Examination
@@ -133,7 +133,7 @@ def _fabric_line(name: str) -> str:
 def main_of_rank(timeout: float) -> int:
     """Runs on each rank of a job started by torchrun. Rank 0 prints."""
     wait = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
+    store, rank, world_size = job.store_of_ranks(wait)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     rendezvous = StoreRendezvous.over(dist.PrefixStore(f"check --network {attempt}", store), rank, world_size, wait)
     try:
