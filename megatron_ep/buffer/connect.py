@@ -1,32 +1,24 @@
-"""Connects the ranks of a buffer on GPUs over the fabric that `fabrics/choice.py` has chosen."""
+"""Connects the ranks of a buffer on GPUs over the fabric that `fabrics/choice.py` has chosen. Loads no other one."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
+import importlib
 from typing import Any
 
 import torch
 
 from megatron_ep import _C
 from megatron_ep.config import Topology
-from megatron_ep.fabrics import atomics, choice, gpu, nccl, nvshmem, p2p, proxied
+from megatron_ep.fabrics import atomics, choice, gpu
 from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection
 
-CONNECT: dict[str, Callable[..., Connection]] = {
-    "p2p": p2p.connect,
-    "nvshmem": nvshmem.connect,
-    "nccl": nccl.connect,
-    **{name: functools.partial(proxied.connect, fabric=name) for name in choice.OF_HOST},
-}
-LOW_LATENCY: dict[str, Callable[..., LowLatencyConnection]] = {
-    "p2p": p2p.low_latency,
-    "nvshmem": nvshmem.low_latency,
-    "nccl": nccl.low_latency,
-    **dict.fromkeys(choice.OF_HOST, proxied.low_latency),
-}
+
+def _module(fabric: str) -> Any:
+    """Returns the module of a fabric, which has `connect` and `low_latency`."""
+    name = "proxied" if fabric in choice.OF_HOST else fabric
+    return importlib.import_module(f"megatron_ep.fabrics.{name}")
 
 
 def connect(
@@ -44,7 +36,9 @@ def connect(
             stack.enter_context(torch.cuda.device(rank.device))
             gpu.prepare_to_allocate()
 
-        connection = CONNECT[fabric.name](rank, heap, begin)
+        module = _module(fabric.name)
+        which = {"fabric": fabric.name} if fabric.name in choice.OF_HOST else {}
+        connection: Connection = module.connect(rank, heap, begin, **which)
     reason = "; ".join(filter(None, (fabric.reason, connection.reason)))
     return connection, dataclasses.replace(fabric, reason=reason)
 
@@ -52,4 +46,5 @@ def connect(
 def low_latency(rank: GpuRank, heap: Any, fabric: str, connection: Connection) -> LowLatencyConnection:
     """Connects the low-latency mode of a buffer, over the buffer's fabric."""
     with torch.cuda.device(rank.device):
-        return LOW_LATENCY[fabric](rank, heap, connection)
+        connected: LowLatencyConnection = _module(fabric).low_latency(rank, heap, connection)
+    return connected

@@ -22,7 +22,7 @@ from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_equal, require_type
 from megatron_ep.diagnosis import blame
 from megatron_ep.errors import EPAbortError, EPError
-from megatron_ep.fabrics import atomics, choice, gpu, peer_memory, tcp, verbs
+from megatron_ep.fabrics import atomics, choice, gpu, peer_memory
 from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines
 from megatron_ep.meeting.codec import Plain
@@ -113,9 +113,10 @@ class DistributedRankGroup(RankGroup):
             return choice.Choice("shared memory", "host backend")
         wanted, near = [info.fabric for info in self._infos], [info.near_cards for info in self._infos]
         fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
+        from megatron_ep.fabrics import tcp  # not before ranks are on several machines
 
         def make() -> tuple[host.HostBackend, tcp.Network]:
-            cards = verbs.cards_for(fabric.name, self.rank, self._machines, near=near)
+            cards = choice.cards_for(fabric.name, self.rank, self._machines, near=near)
             nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
             network = tcp.Network(self.rank, self._machines, nic, cards=cards)
             return host.HostBackend(self.heap, self.ranks, segments, timeout=timeout, nic=nic), network

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,9 +33,11 @@ from megatron_ep.errors import (
     describe,
     summarize,
 )
-from megatron_ep.fabrics import tcp
 from megatron_ep.meeting.failure_broadcast import Failure
 from megatron_ep.meeting.processes import OfOneProcess
+
+if TYPE_CHECKING:
+    from megatron_ep.fabrics import tcp
 
 PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
 COMBINE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in SUMMABLE_TYPES)

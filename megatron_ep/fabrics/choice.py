@@ -28,7 +28,7 @@ import torch
 
 from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import nvshmem_env, verbs
+from megatron_ep.fabrics import cards as rdma
 
 VARIABLE = "MEGATRON_EP_FABRIC"
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
@@ -96,9 +96,7 @@ def _first_of(
     """Returns the forced fabric, or the first in `names` that all ranks can use, or tcp."""
     lacking: list[str] = []
     for name in names if forced is None else () if forced == TCP else (forced,):
-        missing = gather(
-            what_lacks(name, on_gpus=on_gpus) if forced or nvshmem_env.has_cards() else nvshmem_env.NO_CARD
-        )
+        missing = gather(what_lacks(name, on_gpus=on_gpus) if forced or rdma.has_cards() else rdma.NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
@@ -120,13 +118,27 @@ def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
 def what_lacks(name: str, *, on_gpus: bool) -> str:
     """Returns why this rank cannot load the fabric; "" if it can."""
     try:
+        if name in NETWORKS:
+            NETWORKS[name]()
+            return ""
+        from megatron_ep.fabrics import verbs
+
         if name == IBGDA:
             verbs.try_direct(torch.cuda.current_device() if on_gpus and torch.cuda.is_available() else None)
         else:
-            verbs.usable() if name == VERBS else NETWORKS[name]()
+            verbs.usable()
         return ""
     except Exception as error:  # other ranks wait for the answer, whatever the error is
         return str(error) or type(error).__name__
+
+
+def cards_for(fabric: str, rank: int, machines: Sequence[str], **near: Any) -> list[Any]:
+    """See `verbs.cards_for`, which is not loaded for a fabric without cards."""
+    if fabric not in BY_CARD:
+        return []
+    from megatron_ep.fabrics import verbs
+
+    return verbs.cards_for(fabric, rank, machines, **near)
 
 
 def _by_rank(answers: Sequence[str]) -> str:
@@ -214,7 +226,7 @@ def _dotted(version: Sequence[int]) -> str:
 def report() -> dict[str, str]:
     """Returns what each fabric lacks on this machine, for `megatron-ep env`."""
     from megatron_ep import _C
-    from megatron_ep.fabrics import atomics, gpu, peer_memory
+    from megatron_ep.fabrics import atomics, gpu, nvshmem_env, peer_memory, verbs
 
     has_cuda = hasattr(_C, "cuda_group")
     without = "" if has_cuda else f"not built: {_C.build_info()['without cuda']}"
@@ -237,7 +249,7 @@ def report() -> dict[str, str]:
         [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     )
     facts[TCP] = "built, needs nothing else" if has_cuda else f"built for the host; for GPUs {without}"
-    networks = "nvshmem, nccl, ibgda, verbs or else tcp" if nvshmem_env.has_cards() else f"tcp ({nvshmem_env.NO_CARD})"
+    networks = "nvshmem, nccl, ibgda, verbs or else tcp" if rdma.has_cards() else f"tcp ({rdma.NO_CARD})"
     chosen = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
     facts["chosen"] = chosen if has_cuda else f"none for GPUs, {without}"
     facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"

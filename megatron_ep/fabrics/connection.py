@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_ep import _C
 from megatron_ep.config import Config
 from megatron_ep.fabrics.rank_info import RankInfo, machines
-from megatron_ep.fabrics.tcp import Network
 from megatron_ep.meeting.rendezvous import StoreRendezvous
+
+if TYPE_CHECKING:
+    from megatron_ep.fabrics.tcp import Network
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from megatron_ep.fabrics import nvshmem_env
+from megatron_ep.fabrics import cards as rdma
 
 DEVICES, NUMA_NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 FAR = 1000  # more bridges than lie between any two devices
@@ -24,7 +24,7 @@ def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
     own = _place(DEVICES / gpu) if gpu else None
     if own is None:
         return list(cards)
-    distances = [_distance(own, _place(nvshmem_env.CARDS / card / "device")) for card in cards]
+    distances = [_distance(own, _place(rdma.FOLDER / card / "device")) for card in cards]
     return [card for card, distance in zip(cards, distances, strict=True) if distance == min(distances)]
 
 
@@ -34,7 +34,7 @@ def of_process() -> list[str] | None:
     for node in NUMA_NODES.glob("node*"):
         if cpus <= _cpus(node):
             number = node.name.removeprefix("node")
-            return sorted(card.name for card in nvshmem_env.CARDS.glob("*") if _numa_node(card / "device") == number)
+            return sorted(card.name for card in rdma.FOLDER.glob("*") if _numa_node(card / "device") == number)
     return None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_ep.errors import EPError
+from megatron_ep.fabrics import cards as rdma
 
 ENABLE = "NVSHMEM_IB_ENABLE_IBGDA"
 QUEUE_PAIRS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
@@ -30,8 +31,7 @@ DEFAULTS = {
 # Variables in ALIKE or with the prefix must be equal on all ranks; others, such as names of cards, may differ.
 PREFIX = "NVSHMEM_IBGDA_"
 ALIKE = (ENABLE, *MULTI_PORT, *DEFAULTS, "NVSHMEM_REMOTE_TRANSPORT")
-CARDS, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
-NO_CARD = f"no network card for RDMA in {CARDS}"
+DEVICES = Path("/dev/infiniband")
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,8 @@ def cards() -> list[str]:
     """Returns the network cards of this machine that IBGDA can use and this process may open."""
     if not any(DEVICES.glob("uverbs*")):
         return []
-    drivers = {card.name: card / "device" / "driver" for card in CARDS.glob("*")}
+    drivers = {card.name: card / "device" / "driver" for card in rdma.FOLDER.glob("*")}
     return sorted(card for card, driver in drivers.items() if driver.resolve().name.startswith("mlx5"))
-
-
-def has_cards() -> bool:
-    """Returns whether this machine has any network card for RDMA."""
-    return any(CARDS.glob("*"))
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:

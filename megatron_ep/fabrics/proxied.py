@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ep import _C
-from megatron_ep.fabrics import choice, gpu, verbs
+from megatron_ep.fabrics import choice, gpu
 from megatron_ep.fabrics.connection import Connection, GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.peer_memory import peer_memories
 from megatron_ep.fabrics.tcp import Network
@@ -32,7 +32,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
         index = rank.device.index
         report = _C.PinnedReport(index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
-        cards = verbs.cards_for(fabric, rank.rank, machines, gpus=[info.pci for info in rank.infos])
+        cards = choice.cards_for(fabric, rank.rank, machines, gpus=[info.pci for info in rank.infos])
         nic = _C.nic_of_gpu(rank=rank.rank, report=report, mirrors=mirrors, cards=cards)
         group = _C.queue_group(
             heap=heap,

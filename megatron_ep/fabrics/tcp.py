@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from megatron_ep import _C
 from megatron_ep.config import require_equal
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import verbs
 from megatron_ep.meeting import codec
 from megatron_ep.meeting.addresses import VARIABLE, own_address
 from megatron_ep.meeting.rendezvous import CHECK_S, StoreRendezvous
@@ -75,7 +74,12 @@ class Listening:
         host, port = listener.getsockname()[:2]
         tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size)] for _ in range(2))
         addresses = [pairs.get(rank, b"") for rank in range(world_size)] if pairs else []
-        return cls(host, port, tokens, answers, addresses, list(cards), verbs.settings() if cards else {})
+        settings = {}
+        if cards:
+            from megatron_ep.fabrics import verbs
+
+            settings = verbs.settings()
+        return cls(host, port, tokens, answers, addresses, list(cards), settings)
 
     def proved(self, rank: int) -> Listening:
         """Returns this with the proof that this rank wrote it. Raises ValueError, see `proof`."""
@@ -136,8 +140,11 @@ class Network:
             check_proofs(
                 [one.proof for one in listening], [one.proved(rank).proof for rank, one in enumerate(listening)]
             )
-            if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in listening])):
-                log.warning("ranks that send to each other take different network cards: %s", warning)
+            if self._rank == 0 and self._cards:
+                from megatron_ep.fabrics import verbs
+
+                if warning := verbs.rails_that_differ(self._places, [one.cards for one in listening]):
+                    log.warning("ranks that send to each other take different network cards: %s", warning)
             require_equal([one.settings for one in listening], "environment variable ")
             limit = rendezvous.timeout.total_seconds()
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from megatron_ep import _C
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import near_cards, nvshmem_env
+from megatron_ep.fabrics import cards as rdma
+from megatron_ep.fabrics import near_cards
 
 LIBRARY = "libibverbs.so.1"
 MLX5_LIBRARY = "libmlx5.so.1"
@@ -171,8 +172,8 @@ def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
 
 def report(direct: bool = False) -> str:
     """Describes the ports of this machine, for `megatron-ep env`. direct: see `ports`."""
-    if not nvshmem_env.has_cards():
-        return nvshmem_env.NO_CARD
+    if not rdma.has_cards():
+        return rdma.NO_CARD
     try:
         found = ports(direct)
     except EPError as error:
@@ -185,11 +186,11 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
 
     gpus: PCI address of each rank's GPU; empty: the ranks are on the host."""
     try:
-        found = usable() if nvshmem_env.has_cards() else []
+        found = usable() if rdma.has_cards() else []
     except (EPError, ValueError) as error:
         return str(error)
     if not found:
-        return nvshmem_env.NO_CARD
+        return rdma.NO_CARD
     if not gpus:
         cards = near_cards.of_process() or ()
         near = [setting(port) for port in found if port.device in cards]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron import announce, chunks, fp8_rows, routing_trace
+from megatron_ep.megatron import announce, fp8_rows
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.experts import with_experts
 from megatron_ep.megatron.router import EPTopKRouter
@@ -127,13 +128,19 @@ def initialize(
             f"{layer.num_local_experts} local experts of Transformer Engine: --ep-experts grouped computes them in two "
             "products, which the host launches at once (docs/megatron.md, Grouped experts)"
         )
-    routing_trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
+    trace = sys.modules.get("megatron_ep.megatron.routing_trace")
+    if trace is not None:  # otherwise it cannot be enabled
+        trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     layer.register_forward_pre_hook(_refuse_megatron_fsdp)
     if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
         layer._training_token_dispatcher = layer.token_dispatcher
-    chunks.enable(layer, config)
+    delays = getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)
+    if delays or layer.token_dispatcher.options.moe_chunks > 1:
+        from megatron_ep.megatron import chunks
+
+        chunks.enable(layer, config)
 
 
 def _refuse_megatron_fsdp(layer: MoELayer, _: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.diagnosis import cuda_version
+from megatron_ep.fabrics import cards as rdma
 from megatron_ep.fabrics import choice, nvshmem_env, verbs
 
 NETWORKS = list(choice.NETWORKS)
@@ -25,7 +26,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this machine's network cards, with one in it, which libibverbs cannot use."""
     folder = tmp_path / "infiniband"
     (folder / "card").mkdir(parents=True)
-    monkeypatch.setattr(nvshmem_env, "CARDS", folder)
+    monkeypatch.setattr(rdma, "FOLDER", folder)
     monkeypatch.setattr(verbs, "usable", refuse("verbs"))
     monkeypatch.setattr(verbs, "try_direct", refuse("ibgda"))
     return folder
@@ -91,7 +92,7 @@ ALL = (*NETWORKS, "ibgda", "verbs", "tcp")
         ("ab", None, ["verbs", "ibgda"], (), "ibgda"),
         # everywhere
         ("ab", None, ["verbs", "ibgda"], [{}, {}, {1: "another driver"}], "verbs"),
-        ("ab", None, NETWORKS, [{1: nvshmem_env.NO_CARD}] * 4, "tcp"),
+        ("ab", None, NETWORKS, [{1: rdma.NO_CARD}] * 4, "tcp"),
         ("ab", None, NETWORKS, [{1: "no nvshmem"}], "nccl"),
         ("abc", None, NETWORKS, [{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}], "tcp"),
         # what is asked for counts, on one machine too
@@ -258,7 +259,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Call it to give this machine network cards, by name and driver, and whether they can be opened."""
     for name in [name for name in os.environ if name.startswith("NVSHMEM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(nvshmem_env, "CARDS", tmp_path / "infiniband")
+    monkeypatch.setattr(rdma, "FOLDER", tmp_path / "infiniband")
     monkeypatch.setattr(nvshmem_env, "DEVICES", tmp_path / "dev")
 
     def has(usable: bool, **cards: str) -> None:

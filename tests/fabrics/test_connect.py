@@ -15,7 +15,8 @@ from run_on import run_on
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.buffer import connect, cuda
-from megatron_ep.fabrics import atomics, choice, gpu, nvshmem, nvshmem_env, peer_memory
+from megatron_ep.fabrics import atomics, choice, gpu, nvshmem, nvshmem_env, peer_memory, verbs
+from megatron_ep.fabrics import cards as rdma
 from megatron_ep.fabrics.connection import Connection, GpuRank
 from megatron_ep.fabrics.rank_info import RankInfo
 from megatron_ep.meeting.rendezvous import StoreRendezvous
@@ -80,8 +81,8 @@ def ranks_with(fabric: str, **loads):
     with (
         mock.patch.dict(os.environ, {choice.VARIABLE: fabric}),
         mock.patch.dict(choice.NETWORKS, loads),
-        mock.patch.object(choice.nvshmem_env, "has_cards", lambda: True),
-        mock.patch.object(choice.verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
+        mock.patch.object(rdma, "has_cards", lambda: True),
+        mock.patch.object(verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
         mock.patch.dict(vars(choice), loaders),
         mock.patch.multiple(_C, create=True, DeviceMemory=Memory, cuda_group=group_of),
     ):
@@ -112,7 +113,7 @@ def test_ranks_that_load_different_libraries_take_one_that_all_load() -> None:
             "3 machines; it lacks something on rank 1; a separate communicator, 64.0 MiB in addition to the heap"
         )
     tcp = mock.Mock(return_value=Connection(SimpleNamespace(), reason="found"))
-    with ranks_with("", nvshmem=lacking, nccl=lacking), mock.patch.dict(connect.CONNECT, tcp=tcp):
+    with ranks_with("", nvshmem=lacking, nccl=lacking), mock.patch("megatron_ep.fabrics.proxied.connect", tcp):
         backend = connected(rendezvous_of(), "abc")
         assert backend.fabric == choice.Choice(
             "tcp", "3 machines; it lacks something on rank 1; its card is down; found"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ep.fabrics import near_cards, nvshmem_env
+from megatron_ep.fabrics import cards as rdma
+from megatron_ep.fabrics import near_cards
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / "numa" / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
         monkeypatch.setattr(near_cards, "NUMA_NODES", tmp_path / "numa")
         monkeypatch.setattr(near_cards, "DEVICES", addresses)
-        monkeypatch.setattr(nvshmem_env, "CARDS", infiniband)
+        monkeypatch.setattr(rdma, "FOLDER", infiniband)
         return [Path(place).name for place in gpus]
 
     return build

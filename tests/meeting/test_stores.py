@@ -111,10 +111,11 @@ def test_a_failure_is_told_after_a_silence() -> None:
         ranks = rendezvous_of(relay, 30.0)
         waits = pool.submit(ranks[0].barrier)
         with mock.patch("megatron_ep.meeting.rendezvous.DECISION_S", 0.2):  # less than the silence
-            silence = pool.submit(relay.fall_silent, 1.5)
+            silence, began = pool.submit(relay.fall_silent, 1.5), time.monotonic()
             time.sleep(0.3)
             with pytest.raises(ValueError, match="out of luck"):
                 ranks[1].agree(fail)
+            assert time.monotonic() - began > 1.0, "this process may end now"
         silence.result()
         with pytest.raises(ep.EPError, match=r"^rank 1 could not set up the buffer: ValueError: out of luck$"):
             waits.result()

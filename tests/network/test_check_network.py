@@ -25,7 +25,8 @@ from megatron_ep import megatron as megatron_side
 from megatron_ep.cli.checks import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import choice, nvshmem_env, verbs
+from megatron_ep.fabrics import cards as rdma
+from megatron_ep.fabrics import choice, verbs
 from megatron_ep.meeting import stores
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.tools.network import examination as network_examination
@@ -231,7 +232,7 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
     """As `examine_cards`; the cards' own queues can be had by all ranks, or not by rank 1."""
     with (
         mock.patch.object(verbs, "MLX5_LIBRARY", "libnone.so" if lacks and dist.get_rank() == 1 else library),
-        mock.patch.object(nvshmem_env, "has_cards", lambda: True),
+        mock.patch.object(rdma, "has_cards", lambda: True),
     ):
         return examine_cards(library, [{}, {}], wanted)
 

@@ -17,7 +17,8 @@ from run_on import run_on
 
 import megatron_ep as ep
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import choice, near_cards, nvshmem_env, tcp, verbs
+from megatron_ep.fabrics import cards as rdma
+from megatron_ep.fabrics import choice, near_cards, tcp, verbs
 from megatron_ep.tools.local_ranks import LocalRanks
 
 
@@ -127,7 +128,7 @@ def test_the_best_that_all_ranks_have_is_taken(facts, wanted, taken):
     """facts: of the card of the last rank."""
     with (
         machines_of(2, wanted),
-        mock.patch.object(nvshmem_env, "has_cards", lambda: True),
+        mock.patch.object(rdma, "has_cards", lambda: True),
         cards_with(**facts if dist.get_rank() == 3 else {}),
         ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
     ):
@@ -136,7 +137,7 @@ def test_the_best_that_all_ranks_have_is_taken(facts, wanted, taken):
 
 def test_report(own_library, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
+    monkeypatch.setattr(rdma, "has_cards", lambda: True)
     with cards_with(devices=2):
         facts = choice.report()
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
@@ -156,12 +157,12 @@ def test_report(own_library, monkeypatch):
         facts = choice.report()
     assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
     assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: False)
+    monkeypatch.setattr(rdma, "has_cards", lambda: False)
     assert choice.report()["verbs"].startswith("no network card for RDMA in ")
 
 
 def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
+    monkeypatch.setattr(rdma, "has_cards", lambda: True)
     with cards_with(down=1):
         chosen = choice.choose_for_host(2, [None, None], lambda mine: [mine, mine])
     assert chosen == choice.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
@@ -250,7 +251,7 @@ def test_rails_that_differ_are_named():
 
 def test_which_card_the_rank_of_a_gpu_takes(own_library, monkeypatch):
     near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
-    monkeypatch.setattr(nvshmem_env, "has_cards", lambda: True)
+    monkeypatch.setattr(rdma, "has_cards", lambda: True)
     monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
     with cards_with(devices=3):
         assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from megatron_ep import _C
 from megatron_ep.errors import EPError
-from megatron_ep.fabrics import choice, nvshmem_env, tcp, verbs
+from megatron_ep.fabrics import cards as rdma
+from megatron_ep.fabrics import choice, tcp, verbs
 from megatron_ep.meeting import addresses, processes
 from megatron_ep.meeting.rendezvous import StoreRendezvous
 from megatron_ep.meeting.stores import in_thread
@@ -338,8 +339,8 @@ def _introduce(apart: bool, rank: int) -> Machine:
 def _cards() -> tuple[list[str], list[str], str]:
     """Returns usable ports, those to whose queues a rank can post directly, and why there are none."""
     wanted = os.environ.get(choice.VARIABLE)
-    if wanted == choice.TCP or (wanted not in choice.BY_CARD and not nvshmem_env.has_cards()):
-        return [], [], nvshmem_env.NO_CARD
+    if wanted == choice.TCP or (wanted not in choice.BY_CARD and not rdma.has_cards()):
+        return [], [], rdma.NO_CARD
     lacks = "" if wanted == choice.VERBS else choice.what_lacks(choice.IBGDA, on_gpus=True)
     if wanted == choice.IBGDA and lacks:
         return [], [], lacks
