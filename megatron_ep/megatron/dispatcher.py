@@ -8,6 +8,7 @@ choices, and combine sums the partial outputs of the slices.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.megatron import fp8_rows
 from megatron_ep.megatron.announce import announce, count_layer
-from megatron_ep.megatron.flags import REFUSED_VALUES
+from megatron_ep.megatron.flags import REFUSED_VALUES, declares_grouped, field_of, num_sms_of
 from megatron_ep.megatron.options import Options
 from megatron_ep.megatron.replays import Layout, Replays, unread_combine
 from megatron_ep.megatron.shared_buffers import (
@@ -46,6 +47,8 @@ from megatron_ep.normal.row_limit import RowLimit, clear_behind, counts_within
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers", "comm_seconds"]
 
 COUNTED_ELEMENTS = 8  # of a row that is sent only for the counts
+# From 0.20 on Megatron's all-to-all keeps the order in which its inference sums.
+HAS_INVARIANT_SUMS = find_spec("megatron.core.transformer.moe.batch_invariant") is not None
 OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
 )
@@ -84,7 +87,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self.tp_size > MAX_TOPK:
             raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_TOPK}")
         self.num_choices = min(config.moe_router_topk, MAX_TOPK // self.tp_size)
-        if config.overlap_moe_expert_parallel_comm and not _declares_grouped(config):
+        if config.overlap_moe_expert_parallel_comm and not declares_grouped(config):
             # With other types Megatron frees received rows that the experts still need.
             raise ValueError(
                 "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type='flex' and "
@@ -101,6 +104,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.alignment = _expert_alignment(config)
         _refuse_values(config)
         self.options = options_for(config)
+        self._num_sms = num_sms_of(config)
         _check_options(self.options, config)
         self.forward_scales = fp8_rows.scales_for(config)
         self.backward_dtype = fp8_rows.gradient_dtype(self.options, config)
@@ -303,6 +307,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _buffer_for(self, hidden_states: torch.Tensor) -> ep.Buffer:
         num_experts = self.config.num_moe_experts * self.tp_size
         settings = {
+            "num_sms": self._num_sms,
             "row_bytes": hidden_states.shape[-1] * hidden_states.element_size(),
             "max_tokens": self.options.moe_low_latency_max_tokens,
         }
@@ -446,9 +451,14 @@ def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> N
 
 def _refuse_values(config: TransformerConfig) -> None:
     for flag, (refused, why) in REFUSED_VALUES.items():
-        value = getattr(config, name := flag[2:].replace("-", "_"), None)
+        value = getattr(config, name := field_of(flag), None)
         if value is not None and refused in (None, value):
             raise ValueError(f"{name} is {value!r}: {why}: leave it out")
+    if HAS_INVARIANT_SUMS and getattr(config, "batch_invariant_mode", False):
+        raise ValueError(
+            "batch_invariant_mode is True: Megatron's all-to-all then sums a token's rows in the order of its inference, "
+            "and this dispatcher in another: leave it out, or train with Megatron's dispatcher"
+        )
 
 
 def _check_options(options: Options, config: TransformerConfig) -> None:
@@ -459,11 +469,6 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
     ):
         if getattr(options, name) and getattr(config, other):
             raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
-
-
-def _declares_grouped(config: TransformerConfig) -> bool:
-    """Returns whether the config declares a dispatcher whose rows arrive grouped by expert, as they do here."""
-    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
 
 
 def counts_on_device(config: TransformerConfig) -> bool:
@@ -482,6 +487,6 @@ def _expert_alignment(config: TransformerConfig) -> int:
         trusted = trusts(config)
     else:
         trusted = config.moe_router_padding_for_quantization or (
-            _declares_grouped(config) and bool(config.fp8 or config.fp4)
+            declares_grouped(config) and bool(config.fp8 or config.fp4)
         )
     return max(1, get_align_size_for_quantization(config)) if trusted else 1

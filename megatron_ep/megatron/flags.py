@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ep.config import TIMEOUT_VARIABLE, Config
+from megatron_ep.config import MAX_CHANNELS, TIMEOUT_VARIABLE, Config, require_int
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 DELAYED_WEIGHTS = "--overlap-dispatch-backward-with-experts-wgrad"
@@ -20,6 +20,11 @@ NUM_SMS = ("--moe-flex-dispatcher-num-sms", "--moe-hybridep-num-sms", "--moe-dee
 ROUTER_FUSION = "--moe-router-fusion"
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
 DEVICE_COUNTS = ("--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
+GRAPHS = "--cuda-graph-impl"
+GRAPHED = ("--cuda-graph-modules", "--cuda-graph-scope")  # the second before 0.19
+RECOMPUTED = "--recompute-modules"
+LATENT = "--moe-latent-size"
+SHARED_OVERLAP = "--moe-shared-expert-overlap"
 GROUPED = "no effect here: rows arrive grouped by expert"
 BUFFERS = "no effect here: it sets up buffers of NCCL EP"
 SWITCHES_WITHOUT_EFFECT = {
@@ -35,7 +40,13 @@ VALUES_WITHOUT_EFFECT = {
     "--moe-hybridep-num-sms-preprocessing": "no effect here: there is no preprocessing kernel",
 }
 MXFP8 = "mxfp8 rows are not supported, and others give other numbers"
-REFUSED_SWITCHES = {"--use-megatron-fsdp": "has never run with this dispatcher"}
+FSDP = "--use-megatron-fsdp"
+REFUSED_SWITCHES = {FSDP: "has never run with this dispatcher"}
+FSDP_ALONE = (  # beginnings of flags that Megatron takes, or means, with its FSDP only
+    *("--fsdp-", "--megatron-fsdp-", "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy"),
+    *("--init-model-with-meta-device", "--enable-full-sharding-in-hsdp", "--use-nccl-ub"),
+)
+FSDP_FORMAT, DISTRIBUTED_OPTIMIZER = ("--ckpt-format", "fsdp_dtensor"), "--use-distributed-optimizer"
 REFUSED_VALUES = {  # None: every value is refused
     "--moe-megakernel-backend": (None, "its kernels compute the whole MoE layer, and no dispatcher would run"),
     "--moe-dispatch-fwd-dtype": ("mxfp8", MXFP8),
@@ -80,8 +91,8 @@ def translated(
 ) -> Translation:
     """Translates the arguments of a training script for this dispatcher.
 
-    Declares "alltoall" to Megatron, or "flex" with "hybridep" if the script asks for flex, 1F1B overlap or a rank
-    capacity. Megatron validates settings and frees rows accordingly.
+    Declares "alltoall" to Megatron, or "flex" with "hybridep" if the script asks for flex or `needs_flex` is true.
+    Megatron validates settings and frees rows accordingly.
 
     arguments: arguments of the script, without its name.
     fused_router: whether this project's router replaces Megatron's.
@@ -90,6 +101,8 @@ def translated(
 
     Raises ValueError if a flag has no value.
     """
+    if FSDP in arguments:
+        arguments = _without_fsdp(arguments)
     given, rest = _parsed(
         arguments,
         switches=(DEEPEP, *SWITCHES_WITHOUT_EFFECT, *REFUSED_SWITCHES),
@@ -97,9 +110,9 @@ def translated(
     )
     read, _ = _parsed(
         rest,
-        switches=(OVERLAP, ROUTER_FUSION, *DEVICE_COUNTS),
-        values=(RANK_CAPACITY, *REFUSED_VALUES, *REFUSED_BY_GROUPED_EXPERTS),
-        lists=tuple(REFUSED_BY_FUSED_ROUTER),
+        switches=(OVERLAP, ROUTER_FUSION, SHARED_OVERLAP, *DEVICE_COUNTS),
+        values=(RANK_CAPACITY, GRAPHS, LATENT, *REFUSED_VALUES, *REFUSED_BY_GROUPED_EXPERTS),
+        lists=(RECOMPUTED, *GRAPHED, *REFUSED_BY_FUSED_ROUTER),
     )
     result = Translation(rest, None, fused_router)
     dropped = []
@@ -127,8 +140,7 @@ def translated(
         dropped.append(RANK_CAPACITY)
         read[RANK_CAPACITY] = None
     is_flex = given[DEEPEP] or (given[BACKEND] if given[TYPE] is None else given[TYPE] == "flex")
-    needs_flex = read[OVERLAP] or read[RANK_CAPACITY] is not None
-    declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex else {TYPE: "alltoall"}
+    declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex(read.get) else {TYPE: "alltoall"}
     for flag, value in {TYPE: given[TYPE], BACKEND: given[BACKEND]}.items():
         if value is not None and value != declared.get(flag):
             declares = f", and Megatron is told {declared[flag]}" if flag in declared else ""
@@ -146,6 +158,74 @@ def translated(
         result.arguments = _parsed(rest, switches, [flag for flag in dropped if flag not in switches])[1]
     result.arguments += [word for pair in declared.items() for word in pair]
     return result
+
+
+def _without_fsdp(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments without those of Megatron's FSDP, but the flag itself, with the distributed optimizer."""
+    kept, is_alone = [], False
+    for word in arguments:
+        is_alone = word.startswith(FSDP_ALONE) if word.startswith("--") else is_alone  # or a value of the flag before
+        kept += [] if is_alone else [word]
+    flag, value = FSDP_FORMAT
+    found, others = _parsed(kept, values=(flag,))
+    kept = others if found[flag] == value else kept
+    return kept if DISTRIBUTED_OPTIMIZER in kept else [*kept, DISTRIBUTED_OPTIMIZER]
+
+
+def needs_flex(setting: Callable[[str], Any]) -> bool:
+    """Returns whether flex with hybridep must be declared: under another type Megatron frees too much, or refuses a
+    setting.
+
+    - 1F1B overlap would free rows that the experts still need.
+    - A rank capacity is refused.
+    - Under alltoall, a graph of moe_preprocess frees the recomputed input of the layer, because Megatron's own
+      all-to-all returns a copy of it. This dispatcher, and flex, return the input itself. With latent experts or
+      overlapped shared experts Megatron goes by these.
+
+    setting: returns the value of a flag, or a false one.
+    """
+    graphed = {getattr(part, "name", part) for flag in GRAPHED for part in setting(flag) or ()}
+    frees_input = (
+        setting(GRAPHS) == "transformer_engine"
+        and "moe_preprocess" in graphed
+        and "layernorm" in (setting(RECOMPUTED) or ())
+        and not (setting(LATENT) or setting(SHARED_OVERLAP))
+    )
+    return bool(setting(OVERLAP)) or setting(RANK_CAPACITY) is not None or frees_input
+
+
+def declare(config: Any) -> None:
+    """Declares flex with hybridep in a model's config if `needs_flex`; for layers that no translated flags have made.
+
+    config: a TransformerConfig.
+    """
+    if needs_flex(lambda flag: getattr(config, field_of(flag), None)) and not declares_grouped(config):
+        config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
+
+
+def declares_grouped(config: Any) -> bool:
+    """Returns whether the config declares a dispatcher whose rows arrive grouped by expert, as they do here."""
+    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
+
+
+def num_sms_of(config: Any) -> int | None:
+    """Returns Config.num_sms by a model's config: of the fields of `NUM_SMS`, the first that is not left at Megatron's
+    default; None if all are.
+
+    Raises ValueError if it is out of range.
+    """
+    for name in map(field_of, NUM_SMS):
+        value = getattr(config, name, None)
+        defaults = [vars(kind)[name] for kind in type(config).__mro__ if name in vars(kind)]
+        if value is not None and defaults and value != defaults[-1]:
+            require_int(name, value, 1, MAX_CHANNELS)
+            return value
+    return None
+
+
+def field_of(flag: str) -> str:
+    """Returns the field of TransformerConfig that a flag sets."""
+    return flag[2:].replace("-", "_")
 
 
 def _take_num_sms(result: Translation, flag: str, text: str, own: int | None) -> None:

@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron import announce, fp8_rows
+from megatron_ep.megatron import announce, flags, fp8_rows
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.experts import with_experts
 from megatron_ep.megatron.router import EPTopKRouter
@@ -40,8 +40,9 @@ Spec = TypeVar("Spec")
 class EPMoELayer(MoELayer):
     """Megatron's MoE layer, whose tokens are moved by `EPTokenDispatcher`.
 
-    The dispatcher type of the config still determines what Megatron validates and frees early, but none of Megatron's
-    own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the backend "hybridep".
+    None of Megatron's own dispatchers runs, but the type in the config determines what Megatron validates and frees
+    early. Declare "alltoall"; where Megatron would free too much (`flags.needs_flex`), the layer changes this in its
+    config to "flex" with the backend "hybridep".
 
     config, submodules, layer_number: see Megatron's layer.
     pg_collection: process groups; None takes Megatron's global ones.
@@ -93,6 +94,7 @@ def initialize(
             f"num_moe_experts is {config.num_moe_experts}, must be a multiple of the {ranks} ranks among which they "
             "are divided (expert_model_parallel_size)"
         )
+    flags.declare(config)
     # The base class creates one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
     declared = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = "allgather"

@@ -29,8 +29,8 @@ def enable(router: Callable[..., TopKRouter] | None = None, experts: str | None 
     No step and no checkpoint of Megatron then keeps results of a failed call: it raises an EPError instead
     (`agreement`). The first step logs the number of layers that dispatch, and their groups (logger
     megatron_ep.megatron.announce, level INFO; `announce.show` prints it). Call `enable` before the model is built;
-    `megatron_ep.megatron.dispatcher.configure` sets the settings of buffers. Declare the dispatcher type "alltoall";
-    with 1F1B overlap "flex" with the backend "hybridep".
+    `megatron_ep.megatron.dispatcher.configure` sets the settings of buffers. Any dispatcher type may be declared, see
+    `EPMoELayer`.
 
     router: builder that replaces Megatron's `TopKRouter` in these layers and in `EPMoELayer`s, e.g.
         `megatron_ep.megatron.router.fused_router`. Routers of other classes are kept; with None all are.

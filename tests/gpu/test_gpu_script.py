@@ -27,15 +27,19 @@ VPP2 = (
     *("parallel.expert_model_parallel_size=2", "model.num_layers=4"),
 )
 OVERLAP = ("parallel.overlap_moe_expert_parallel_comm=true",)
+GRAPHS = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2", "--cuda-graph-scope")
+PREPROCESS = (*GRAPHS, "moe_router", "moe_preprocess")
+LAYERNORM = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
 PACKED = ("--dataloader-inter-document-masking", "--micro-batch-size", "1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """changes: of the recipe. packed: sequences. gpus: that it needs."""
+    """changes: of the recipe. packed: sequences. words: flags of the script. gpus: that it needs."""
 
     changes: tuple
     packed: bool = False
+    words: tuple = ()
     gpus: int = 1
 
 
@@ -44,6 +48,8 @@ CASES = {
     "fp8 blockwise": Case(BLOCKWISE),
     "packed sequences": Case(BF16, packed=True),
     "packed sequences, fp8 tensorwise": Case(TENSORWISE, packed=True),
+    "graphs of router and preprocess, layernorm recomputed": Case(BF16, words=(*PREPROCESS, *LAYERNORM)),
+    "graphs of attention, router and preprocess": Case(BF16, words=(*PREPROCESS, "attn", *LAYERNORM)),
     "TP 2, EP 4, sequence parallel, fp8 tensorwise": Case((*TENSORWISE, *TP2), gpus=4),
     "TP 2, ETP 2, EP 2": Case((*BF16, *ETP2), gpus=4),
     "CP 2, EP 4": Case((*BF16, *CP2), gpus=4),
@@ -56,7 +62,7 @@ def run_both(case, out):
     gpus = gpus_taken()
     ranks = (f"topology.ranks_per_node={gpus}", f"parallel.expert_model_parallel_size={gpus}")
     recipe = script_recipe.load(ROOT / "recipes" / "small_moe_fp8.yaml", [*ranks, *case.changes])
-    words, variables = (PACKED, {"PACKED": "1"}) if case.packed else ((), {})
+    words, variables = (PACKED, {"PACKED": "1"}) if case.packed else (case.words, {})
     tree = megatron_trees.INSTALLED
     ours = start(recipe, tree, out, "ours", words=words, **variables)
     alltoall = {"ep_flags": None, "dispatcher": ALLTOALL}

@@ -50,6 +50,9 @@ KIMI = DEEPSEEK.replace("--num-attention-heads 128", "--num-attention-heads 64")
 KIMI = KIMI.replace("group-topk 4", "group-topk 1") + " --num-layers 61 --num-experts 384 --moe-layer-freq [0]+[1]*60"
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --train-iters 2 --lr 1e-4 --min-lr 1e-5"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FSDP = """--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion
+    --init-model-with-meta-device --ckpt-format fsdp_dtensor --fsdp-double-buffer --use-nccl-ub --overlap-grad-reduce
+    --overlap-param-gather --fsdp-manual-registration --outer-dp-sharding-strategy no_shard"""
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PRECISION_AWARE = """--use-precision-aware-optimizer --main-grads-dtype fp32 --main-params-dtype fp32
     --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"""

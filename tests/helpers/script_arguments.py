@@ -72,6 +72,11 @@ def main(tree, *paths):
             "expert_parallel": config.expert_model_parallel_size,
         }
         print("PUBLIC", name, figures, flush=True)
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    words = [*public_flags.layout(1, 1, 8, 1), *f"{public_flags.MIXTRAL_8X7B} {public_flags.FSDP}".split()]
+    args, _ = configured([*words, "--global-batch-size", "64", *public_flags.DATA.split()], 8, False)
+    names = ("use_megatron_fsdp", "nccl_ub", "fsdp_double_buffer", "init_model_with_meta_device")
+    print("FSDP", core_version, [args.ckpt_format, *(getattr(args, name) for name in names)], flush=True)
     for path in paths:
         recipe = script_recipe.load(path)
         os.environ |= script_flags.environment(recipe)

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
 import megatron_ep as ep
-from megatron_ep.megatron import shared_buffers, step_state
+from megatron_ep.megatron import dispatcher, shared_buffers, step_state
 from megatron_ep.megatron.equivalence import join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -433,6 +433,18 @@ def test_values_that_pretrain_refuses_are_refused_in_a_config():
             make_dispatcher("ours", config)
     config.moe_megakernel_backend, config.moe_combine_bwd_dtype = None, "bf16"  # the defaults
     make_dispatcher("ours", config)
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+@run_on("four_ranks")
+def test_sums_in_the_order_of_inference_are_refused_where_megatron_keeps_it(keeps_order):
+    join_layout(1, W)
+    config = make_config()
+    config.batch_invariant_mode = True
+    refused = pytest.raises(ValueError, match="batch_invariant_mode is True: .* leave it out")
+    with mock.patch.object(dispatcher, "HAS_INVARIANT_SUMS", keeps_order):
+        with refused if keeps_order else contextlib.nullcontext():
+            make_dispatcher("ours", config)
 
 
 @run_on("four_ranks")

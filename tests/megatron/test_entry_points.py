@@ -12,6 +12,7 @@ import pytest
 import rank_processes
 import torch
 from run_on import run_on
+from shared_settings import configured
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -36,6 +37,7 @@ HYBRIDEP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backen
 
 ALLTOALL = ["--moe-token-dispatcher-type", "alltoall"]
 RUNS = "this project's dispatcher runs"
+GRAPH = "--recompute-modules core_attn layernorm --cuda-graph-impl transformer_engine --cuda-graph-modules"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,8 @@ RUNS = "this project's dispatcher runs"
             ["--moe-expert-rank-capacity-factor", "2", "--moe-use-grouped-tensor", *HYBRIDEP],
             [],
         ),
+        (f"{GRAPH} moe_router moe_preprocess", [*GRAPH.split(), "moe_router", "moe_preprocess", *HYBRIDEP], []),
+        (f"{GRAPH} moe_router", [*GRAPH.split(), "moe_router", *ALLTOALL], []),
         ("--moe-deepep-num-sms 20", ALLTOALL, ["--moe-deepep-num-sms 20: taken as --ep-num-sms 20"]),
     ],
 )
@@ -176,14 +180,17 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
         (
             f"--ep-host --ep-router fused --ep-row-bytes 9 {__file__} --moe-enable-deepep --use-megatron-fsdp "
             "--bf16 --moe-deepep-num-sms 20 --moe-megakernel-backend mok --moe-router-load-balancing-type sinkhorn "
-            "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype bf16".split(),
+            "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype bf16 --ckpt-format fsdp_dtensor "
+            "--data-parallel-sharding-strategy optim --fsdp-double-buffer --megatron-fsdp-grad-comm-dtype=bf16 "
+            "--init-model-with-meta-device --lr 1".split(),
             [
                 "--use-megatron-fsdp has never run with this dispatcher",
                 "--moe-megakernel-backend is mok: its kernels compute the whole MoE layer",
                 "--moe-dispatch-fwd-dtype is mxfp8",
                 "--moe-router-load-balancing-type is sinkhorn",
                 f"corrected: python -m megatron_ep.pretrain --ep-host --ep-num-sms 20 --ep-row-bytes 9 {__file__} "
-                "--bf16 --moe-router-load-balancing-type sinkhorn --moe-combine-bwd-dtype bf16 "
+                "--bf16 --moe-router-load-balancing-type sinkhorn --moe-combine-bwd-dtype bf16 --lr 1 "
+                "--use-distributed-optimizer "
                 "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep\n",
             ],
         ),
@@ -263,6 +270,62 @@ def test_the_plugin_takes_every_layer_and_gives_them_back():
         plugin.disable()
     assert MoELayer.__init__ is before
     assert isinstance(_build().token_dispatcher, MoEAlltoAllTokenDispatcher)
+
+
+OVERLAP = "overlap_moe_expert_parallel_comm"
+ALL_TO_ALL, GROUPED = ("alltoall", "deepep"), ("flex", "hybridep")
+
+
+@pytest.mark.parametrize("by_plugin", [True, False])
+@run_on("four_ranks")
+def test_what_pretrain_translates_plugin_and_spec_translate(by_plugin):
+    join_layout(1, 4)
+    spec = get_moe_module_spec(use_te=False, num_experts=8)
+    if by_plugin:
+        plugin.enable()
+    try:
+        for given, settings, told in (
+            (ALL_TO_ALL, {}, ALL_TO_ALL),
+            (ALL_TO_ALL, {OVERLAP: True}, GROUPED),
+            (("flex", "deepep"), {OVERLAP: True}, GROUPED),
+            (("allgather", "deepep"), {OVERLAP: True}, GROUPED),
+            (("flex", "ncclep"), {OVERLAP: True}, ("flex", "ncclep")),
+            (GROUPED, {OVERLAP: True}, GROUPED),
+        ):
+            config = make_config()
+            for name, value in ((flags.field_of(flags.TYPE), given[0]), (flags.field_of(flags.BACKEND), given[1])):
+                setattr(config, name, value)
+            for name, value in settings.items():
+                setattr(config, name, value)
+            layer = (spec if by_plugin else ep_layer_spec(spec))(config=config)
+            configs = {id(each.config): each.config for each in layer.modules() if hasattr(each, "config")}
+            assert id(config) in configs
+            for of in configs.values():
+                assert (of.moe_token_dispatcher_type, of.moe_flex_dispatcher_backend) == told, (given, settings)
+    finally:
+        plugin.disable()
+
+
+@run_on("four_ranks")
+def test_a_configs_number_of_sms_is_taken():
+    join_layout(1, 4)
+    spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))
+    for settings, ours, number in (
+        ({}, {}, None),
+        ({"moe_hybridep_num_sms": 12}, {}, 12),
+        ({"moe_hybridep_num_sms": 12, "moe_deepep_num_sms": 10}, {"num_sms": 8}, 8),
+    ):
+        config = make_config()
+        for name, value in settings.items():
+            setattr(config, name, value)
+        with configured(**ours):
+            layer = spec(config=config)
+            layer(torch.randn(3, 1, 32, dtype=torch.float64))
+            (buffer,) = shared_buffers._buffers.values()
+            assert buffer.config.num_sms == number
+    config.moe_hybridep_num_sms = 0
+    with pytest.raises(ValueError, match="moe_hybridep_num_sms is 0, must be"):
+        spec(config=config)
 
 
 def _announced(is_shown):

@@ -243,7 +243,9 @@ def parsed(tree):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [
-        line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith(("FIGURES ", "PUBLIC ", "FLAGS "))
+        line.split(" ", 2)
+        for line in done.stdout.splitlines()
+        if line.startswith(("FIGURES ", "PUBLIC ", "FLAGS ", "FSDP "))
     ]
     return [(kind, name, ast.literal_eval(value)) for kind, name, value in lines]
 
@@ -316,6 +318,13 @@ def test_megatron_accepts_the_flags_of_public_scripts(tree):
         assert of["backend"] == "hybridep" or not is_flex, name
         assert of["overlap"] == (flags.OVERLAP in asked)
         assert of["expert_parallel"] == PUBLIC[name].sizes[2]
+
+
+@pytest.mark.needs(megatron_trees.LACK_ALL)
+@every_tree
+def test_megatron_accepts_the_corrected_flags_of_fsdp(tree):
+    ((_, taken),) = said(tree, "FSDP")
+    assert taken == ["torch_dist", False, False, False, False]
 
 
 @pytest.mark.needs(megatron_trees.LACK_ALL)
