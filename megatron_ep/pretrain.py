@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ep.config import SETTING_NAMES, Config
+from megatron_ep.config import SETTING_NAMES, Config, nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError, EPStuckError
 from megatron_ep.megatron.options import NAMES, Options
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_S = 2.0  # seconds that exit handlers may take after a failed call
 PATIENCE_S = 5.0  # seconds in which torchrun ends the other ranks of a machine, which refuse the same command
+SCRIPT_PACKAGES = {"psutil", "regex", "six", "yaml"}  # that megatron-core does not bring: the extra `script`
 RAISE_S = 3.0  # seconds in which a call must raise a failure that is known in this process
 
 FLAGS: dict[str, dict[str, Any]] = {  # by fields of Config and of Options
@@ -81,9 +82,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options, also those after the script, and a line for each of the latter."""
-    options = _parser().parse_args(argv)
     behind = _Parser(add_help=False, allow_abbrev=False)
     flags = _add_options(behind)
+    for flag in (word.partition("=")[0] for word in argv):
+        meant = nearest_name(flag, flags)
+        if flag.startswith("--ep-") and flag not in flags and meant:  # Megatron has others that begin so
+            _refuse(f"no option {flag}{meant}")
+    options = _parser().parse_args(argv)
     moved = [word.partition("=")[0] for word in options.arguments]
     moved = [f"{flag}: taken, though it stands behind the script" for flag in moved if flag in flags]
     _, options.arguments = behind.parse_known_args(options.arguments, options)
@@ -201,6 +206,10 @@ def _run(script: Path, arguments: list[str]) -> None:
     except SystemExit as end:  # Megatron also raises it after success
         if end.code:
             raise
+    except ModuleNotFoundError as error:
+        if error.name in SCRIPT_PACKAGES:
+            _refuse(f"{script} needs {error.name}: pip install 'megatron_ep[megatron,script]'")
+        raise
     except Exception as error:
         if isinstance(error, EPError) or failures.has_unseen():
             _end_process(error)

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -38,7 +39,18 @@ __all__ = [
 
 topk_idx_t = torch.int64
 
+ABSENT = {"EPBuffer", "EngramBuffer", "PPBuffer", "BucketBuffer"}  # classes of DeepEP's newest version
+
 SHIM = Path(__file__).parent / "shim"  # has a module `deep_ep` that imports this one
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raises AttributeError; for one of `ABSENT` in `from deep_ep import` an ImportError that says what there is."""
+    if name in ABSENT and sys._getframe(1).f_code.co_name == "_handle_fromlist":  # of Python's import statement
+        raise ImportError(
+            f"megatron_ep does not have DeepEP's {name}, but Buffer and ElasticBuffer: see docs/deepep.md"
+        )
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 def install() -> None:

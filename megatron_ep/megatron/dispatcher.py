@@ -456,8 +456,8 @@ def _refuse_values(config: TransformerConfig) -> None:
             raise ValueError(f"{name} is {value!r}: {why}: leave it out")
     if HAS_INVARIANT_SUMS and getattr(config, "batch_invariant_mode", False):
         raise ValueError(
-            "batch_invariant_mode is True: Megatron's all-to-all then sums a token's rows in the order of its inference, "
-            "and this dispatcher in another: leave it out, or train with Megatron's dispatcher"
+            "batch_invariant_mode is True: Megatron's all-to-all then sums a token's rows in the order of its "
+            "inference, and this dispatcher in another: leave it out, or train with Megatron's dispatcher"
         )
 
 

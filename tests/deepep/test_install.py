@@ -27,7 +27,13 @@ SCRIPT = """
     assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "3"], sys.argv
     assert EventHandle is OtherHandle and EventOverlap is OtherOverlap and Buffer is megatron_ep.deep_ep.Buffer
     assert importlib.util.find_spec("deep_ep").origin == deep_ep.__file__
-    assert not hasattr(deep_ep, "HybridEPBuffer")
+    assert not hasattr(deep_ep, "HybridEPBuffer") and not hasattr(deep_ep, "EPBuffer")
+    try:
+        from deep_ep import EPBuffer
+    except ImportError as error:
+        assert "does not have DeepEP's EPBuffer, but Buffer and ElasticBuffer" in str(error), error
+    else:
+        raise AssertionError(EPBuffer)
     command = [sys.executable, "-c", "import deep_ep.utils.math; print(deep_ep.__version__)"]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     print(deep_ep.__version__, child.stdout.strip(), sibling.NAME)

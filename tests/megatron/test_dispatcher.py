@@ -441,8 +441,8 @@ def test_sums_in_the_order_of_inference_are_refused_where_megatron_keeps_it(keep
     join_layout(1, W)
     config = make_config()
     config.batch_invariant_mode = True
-    refused = pytest.raises(ValueError, match="batch_invariant_mode is True: .* leave it out")
-    with mock.patch.object(dispatcher, "HAS_INVARIANT_SUMS", keeps_order):
+    refused = pytest.raises(ValueError, match=r"batch_invariant_mode is True: .* leave it out")
+    with mock.patch.object(dispatcher, "HAS_INVARIANT_SUMS", keeps_order):  # noqa: SIM117
         with refused if keeps_order else contextlib.nullcontext():
             make_dispatcher("ours", config)
 

@@ -148,6 +148,20 @@ def test_what_pretrain_has_set_when_the_script_runs(tmp_path, options, shown, va
     assert done.stdout.splitlines()[-1:] == [value], done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("module", ["six", "regex", "nobodys"])
+def test_packages_that_scripts_need_are_named(tmp_path, module):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.modules['{module}'] = None; import {module}")
+    done = rank_processes.run_one(["-m", "megatron_ep.pretrain", "--ep-host", script])
+    told = f"megatron_ep.pretrain: {script} needs {module}: pip install 'megatron_ep[megatron,script]'"
+    assert (done.returncode, told in done.stderr.splitlines()) == ((1, False) if module == "nobodys" else (2, True))
+
+
+def test_flags_of_megatrons_that_begin_as_ours_are_taken():
+    options, _ = pretrain._options(["script.py", "--ep-overlap-early-attn-memory-release"])
+    assert options.arguments == ["--ep-overlap-early-attn-memory-release"]
+
+
 def _timeout_in_force():
     sys.argv = ["a_service.py", "--inprocess-restart", "--inprocess-soft-timeout", "30"]
     buffer = shared_buffers.shared_buffer(torch.distributed.group.WORLD, 8, torch.device("cpu"))
@@ -169,6 +183,8 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
             ["--ep-timeout) is 80 s, must be below --inprocess-"],
         ),
         (["--ep-num-sms", "0", __file__], ["Config.num_sms is 0"]),
+        (["--ep-num-sm", "4", __file__], ["no option --ep-num-sm; did you mean --ep-num-sms?"]),
+        ([__file__, "--ep-moe-chunk=2"], ["no option --ep-moe-chunk; did you mean --ep-moe-chunks?"]),
         (["--ep-num-sms", "x", __file__], ["argument --ep-num-sms: invalid int value: 'x'"]),
         ([__file__, "--ep-num-sms", "x"], ["argument --ep-num-sms: invalid int value: 'x'"]),
         ([__file__, "--moe-token-dispatcher-type"], ["--moe-token-dispatcher-type: expected one argument"]),

@@ -5,6 +5,7 @@ import importlib
 import sys
 
 from megatron_ep.deep_ep import *  # noqa: F403
+from megatron_ep.deep_ep import __getattr__ as __getattr__
 from megatron_ep.deep_ep import __version__ as __version__
 
 for _name in ("utils", "utils.envs", "utils.event", "utils.gate", "utils.math", "utils.refs", "utils.testing"):
