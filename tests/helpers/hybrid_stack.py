@@ -4,6 +4,7 @@ local spec, since Megatron's own stack is of Transformer Engine's layers, and Ma
 import dataclasses
 import importlib
 from importlib.util import find_spec
+from unittest import mock
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -50,7 +51,9 @@ def model(config, spec, vocabulary, length, pattern, **options):
     if HAS_HYBRID:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        return HybridModel(config, spec, vocabulary, length, hybrid_layer_pattern=pattern, **options)
+        # From 0.20 on it asks for a class of Transformer Engine's, for which a mock stands where that is missing.
+        with mock.patch.object(mtp, "is_inference_column_parallel_linear", lambda _: False, create=True):
+            return HybridModel(config, spec, vocabulary, length, hybrid_layer_pattern=pattern, **options)
     from megatron.core.models.mamba.mamba_model import MambaModel
 
     class Model(MambaModel):

@@ -107,6 +107,7 @@ def installed():
     `megatron_ep.megatron.attention` takes it for what it stands for. Other layers of Transformer Engine are mocks."""
     te = mock.MagicMock(__version__="2.2.0")
     te.pytorch.DotProductAttention = DotProductAttention
+    te.pytorch.RMSNorm = type("RMSNorm", (torch.nn.Module,), {})  # from 0.20 on one base of two
     modules = {"transformer_engine": te, "transformer_engine.pytorch": te.pytorch}
     modules["transformer_engine.pytorch.fp8"] = te.pytorch.fp8
     with mock.patch.object(utils, "_te_version", Version("2.2.0")):
