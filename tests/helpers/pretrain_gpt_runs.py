@@ -23,6 +23,7 @@ PACKED = "--packed-mock-data"  # ours, not the script's: see packed_sequences.py
 HYBRID = "--hybrid-override-pattern"
 STALLED = "--stalled-combine"  # ours: the number of a combine; rank 1 stays away from its backward pass for STALL_S
 STALL_S = 6.0
+PLUGIN = "plugin"
 LIMIT = 200.0  # seconds for one job
 TINY = """
     --use-cpu-initialization --transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion
@@ -59,8 +60,8 @@ class Scripts:
     def run(self, name, world, *flags, ep_flags=()):
         """Trains and returns what each rank recorded.
 
-        world: ranks. flags: of pretrain_gpt.py, after TINY. ep_flags: of megatron_ep.pretrain; None: without this
-            project.
+        world: ranks. flags: of pretrain_gpt.py, after TINY. ep_flags: of megatron_ep.pretrain; (PLUGIN,): by the plugin
+            alone; None: without this project.
         """
         out = self._out / name
         out.mkdir(parents=True)
@@ -134,7 +135,11 @@ def train(tree, line):
     job, script = json.loads(line), Path(tree, "pretrain_gpt.py")
     _prepare(job["flags"])
     record = recorded_steps()
-    if job["ep_flags"] is None:
+    if job["ep_flags"] in (None, [PLUGIN]):
+        if job["ep_flags"]:
+            from megatron_ep.megatron import plugin
+
+            plugin.enable()
         sys.argv = [str(script), *job["flags"]]
         runpy.run_path(str(script), run_name="__main__")
     else:

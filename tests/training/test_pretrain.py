@@ -1,13 +1,15 @@
 """`python -m megatron_ep.pretrain` around Megatron-LM's own pretrain_gpt.py: loss, norms and every parameter after two
 steps against Megatron's dispatcher and against a run of one rank, in many layouts."""
 
+import dataclasses
+
 import megatron_trees
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from nightly import at_night
-from pretrain_gpt_runs import STALLED, Scripts
+from pretrain_gpt_runs import PLUGIN, STALLED, Scripts
 from pretrain_layouts import ADAM, ALL, MODEL, Layout
 from public_flags import PUBLIC
 
@@ -119,6 +121,16 @@ def test_layouts(runs, name):
             for key, gradient in other["gradients"].items():
                 scale = max(gradient.abs().max().item(), 1e-4)
                 assert (mine["gradients"][key] - gradient).abs().max().item() <= layout.tolerance * scale, key
+
+
+@pytest.mark.nightly
+def test_overlap_by_the_plugin_with_the_type_of_all_to_all(runs):
+    """As recipes of Megatron-Bridge declare it; `pretrain` translates the flags."""
+    layout = ALL["bf16, PP 2, VPP 2, 1F1B overlap"]
+    layout = dataclasses.replace(layout, parallel=f"{layout.parallel} --moe-token-dispatcher-type alltoall")
+    ours, expected = (runs.train(f"overlap, {flags}", layout, flags) for flags in ((PLUGIN,), ()))
+    assert {kind for rank in ours for kind in rank["dispatchers"]} == {"EPTokenDispatcher"}
+    check_records(ours, expected, 1e-6)
 
 
 @pytest.mark.nightly
