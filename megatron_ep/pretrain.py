@@ -206,11 +206,9 @@ def _run(script: Path, arguments: list[str]) -> None:
     except SystemExit as end:  # Megatron also raises it after success
         if end.code:
             raise
-    except ModuleNotFoundError as error:
-        if error.name in SCRIPT_PACKAGES:
-            _refuse(f"{script} needs {error.name}: pip install 'megatron_ep[megatron,script]'")
-        raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in SCRIPT_PACKAGES:
+            _refuse(f"{script} needs {error.name}: pip install 'megatron_ep[megatron,script]'")
         if isinstance(error, EPError) or failures.has_unseen():
             _end_process(error)
         raise

@@ -16,6 +16,7 @@ DELAYED_WEIGHTS = "--overlap-dispatch-backward-with-experts-wgrad"
 TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
+OWN_SMS, OWN_EXPERTS = "--ep-num-sms", "--ep-experts"
 NUM_SMS = ("--moe-flex-dispatcher-num-sms", "--moe-hybridep-num-sms", "--moe-deepep-num-sms")  # by precedence
 ROUTER_FUSION = "--moe-router-fusion"
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
@@ -101,10 +102,8 @@ def translated(
 
     Raises ValueError if a flag has no value.
     """
-    if FSDP in arguments:
-        arguments = _without_fsdp(arguments)
     given, rest = _parsed(
-        arguments,
+        _without_fsdp(arguments) if FSDP in arguments else arguments,
         switches=(DEEPEP, *SWITCHES_WITHOUT_EFFECT, *REFUSED_SWITCHES),
         values=(TYPE, BACKEND, *NUM_SMS, *VALUES_WITHOUT_EFFECT),
     )
@@ -115,49 +114,95 @@ def translated(
         lists=(RECOMPUTED, *GRAPHED, *REFUSED_BY_FUSED_ROUTER),
     )
     result = Translation(rest, None, fused_router)
-    dropped = []
+    flags = {**given, **read, OWN_SMS: num_sms, OWN_EXPERTS: grouped_experts}
+    for rule in (
+        _refuse,
+        _refuse_by_experts,
+        _fuse_router,
+        _drop_buffers,
+        _declare,
+        _say_what_has_no_effect,
+        _take_num_sms,
+    ):
+        rule(flags, result)
+    return result
+
+
+# Rules. Each takes the flags' values, and adds what it says and changes to the result.
+
+
+def _refuse(flags: dict[str, Any], result: Translation) -> None:
     for flag, why in REFUSED_SWITCHES.items():
-        if given[flag]:
+        if flags[flag]:
             result.refusals.append(f"{flag} {why}: leave it out")
     for flag, (value, why) in REFUSED_VALUES.items():
-        if read[flag] is not None and value in (None, read[flag]):
-            result.refusals.append(f"{flag} is {read[flag]}: {why}: leave it out")
-            dropped.append(flag)
-    for flag, optimizers in REFUSED_BY_GROUPED_EXPERTS.items() if grouped_experts else ():
-        if read[flag] in optimizers:
-            result.refusals.append(f"{flag} is {read[flag]}, which treats matrices: leave out --ep-experts grouped")
-    if fused_router:
-        for flag, values in REFUSED_BY_FUSED_ROUTER.items():
-            for value in set(values).intersection(read[flag] or ()):
-                result.refusals.append(f"{flag} is {value}, which --ep-router fused does not have: leave that out")
-                result.fused_router = False
-        if result.fused_router and read[ROUTER_FUSION]:
-            result.notes.append(f"{ROUTER_FUSION}: no effect here: --ep-router fused takes the router's place")
-            dropped.append(ROUTER_FUSION)
+        if flags[flag] is not None and value in (None, flags[flag]):
+            result.refusals.append(f"{flag} is {flags[flag]}: {why}: leave it out")
+            _, result.arguments = _parsed(result.arguments, values=(flag,))
 
-    if given[BACKEND] == "ncclep" and read[RANK_CAPACITY] is not None and not any(read[flag] for flag in DEVICE_COUNTS):
-        result.notes.append(f"{RANK_CAPACITY} {read[RANK_CAPACITY]}: {BUFFERS}, and here all rows have room")
-        dropped.append(RANK_CAPACITY)
-        read[RANK_CAPACITY] = None
-    is_flex = given[DEEPEP] or (given[BACKEND] if given[TYPE] is None else given[TYPE] == "flex")
-    declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex(read.get) else {TYPE: "alltoall"}
-    for flag, value in {TYPE: given[TYPE], BACKEND: given[BACKEND]}.items():
-        if value is not None and value != declared.get(flag):
+
+def _refuse_by_experts(flags: dict[str, Any], result: Translation) -> None:
+    for flag, optimizers in REFUSED_BY_GROUPED_EXPERTS.items():
+        if flags[OWN_EXPERTS] and flags[flag] in optimizers:
+            result.refusals.append(f"{flag} is {flags[flag]}, which treats matrices: leave out {OWN_EXPERTS} grouped")
+
+
+def _fuse_router(flags: dict[str, Any], result: Translation) -> None:
+    if not result.fused_router:
+        return
+    for flag, values in REFUSED_BY_FUSED_ROUTER.items():
+        for value in set(values).intersection(flags[flag] or ()):
+            result.refusals.append(f"{flag} is {value}, which --ep-router fused does not have: leave that out")
+            result.fused_router = False
+    if result.fused_router and flags[ROUTER_FUSION]:
+        result.notes.append(f"{ROUTER_FUSION}: no effect here: --ep-router fused takes the router's place")
+        _, result.arguments = _parsed(result.arguments, switches=(ROUTER_FUSION,))
+
+
+def _drop_buffers(flags: dict[str, Any], result: Translation) -> None:
+    """A rank capacity without counts on the device is the size of NCCL EP's buffers."""
+    capacity = flags[RANK_CAPACITY]
+    if flags[BACKEND] == "ncclep" and capacity is not None and not any(flags[flag] for flag in DEVICE_COUNTS):
+        result.notes.append(f"{RANK_CAPACITY} {capacity}: {BUFFERS}, and here all rows have room")
+        _, result.arguments = _parsed(result.arguments, values=(RANK_CAPACITY,))
+        flags[RANK_CAPACITY] = None
+
+
+def _declare(flags: dict[str, Any], result: Translation) -> None:
+    is_flex = flags[DEEPEP] or (flags[BACKEND] if flags[TYPE] is None else flags[TYPE] == "flex")
+    declared = {TYPE: "flex", BACKEND: "hybridep"} if is_flex or needs_flex(flags.get) else {TYPE: "alltoall"}
+    for flag in (TYPE, BACKEND):
+        if flags[flag] not in (None, declared.get(flag)):
             declares = f", and Megatron is told {declared[flag]}" if flag in declared else ""
-            result.notes.append(f"{flag} {value}: this project's dispatcher runs{declares}")
-    if given[DEEPEP]:
+            result.notes.append(f"{flag} {flags[flag]}: this project's dispatcher runs{declares}")
+    if flags[DEEPEP]:
         result.notes.append(f"{DEEPEP}: this project's dispatcher runs")
-    without_effect = SWITCHES_WITHOUT_EFFECT | VALUES_WITHOUT_EFFECT
-    result.notes += [f"{flag}: {why}" for flag, why in without_effect.items() if given[flag] not in (False, None)]
-    for flag in NUM_SMS:
-        if given[flag] is not None:
-            _take_num_sms(result, flag, given[flag], num_sms)
-
-    if dropped:
-        switches = [flag for flag in dropped if flag == ROUTER_FUSION]
-        result.arguments = _parsed(rest, switches, [flag for flag in dropped if flag not in switches])[1]
     result.arguments += [word for pair in declared.items() for word in pair]
-    return result
+
+
+def _say_what_has_no_effect(flags: dict[str, Any], result: Translation) -> None:
+    for flag, why in (SWITCHES_WITHOUT_EFFECT | VALUES_WITHOUT_EFFECT).items():
+        if flags[flag] not in (False, None):
+            result.notes.append(f"{flag}: {why}")
+
+
+def _take_num_sms(flags: dict[str, Any], result: Translation) -> None:
+    for flag in NUM_SMS:
+        text = flags[flag]
+        if text is None:
+            continue
+        if flags[OWN_SMS] is not None or result.num_sms is not None:
+            winner = NUM_SMS[0] if flags[OWN_SMS] is None else OWN_SMS
+            result.notes.append(f"{flag} {text}: no effect here: {winner} is given")
+            continue
+        try:
+            value = int(text)
+            Config(num_experts=1, num_sms=value)
+        except ValueError as error:
+            result.refusals.append(f"{flag} is {text}: {error}")
+            continue
+        result.num_sms = value
+        result.notes.append(f"{flag} {text}: taken as {OWN_SMS} {text}")
 
 
 def _without_fsdp(arguments: Sequence[str]) -> list[str]:
@@ -226,21 +271,6 @@ def num_sms_of(config: Any) -> int | None:
 def field_of(flag: str) -> str:
     """Returns the field of TransformerConfig that a flag sets."""
     return flag[2:].replace("-", "_")
-
-
-def _take_num_sms(result: Translation, flag: str, text: str, own: int | None) -> None:
-    if own is not None or result.num_sms is not None:
-        winner = "--ep-num-sms" if own is not None else NUM_SMS[0]
-        result.notes.append(f"{flag} {text}: no effect here: {winner} is given")
-        return
-    try:
-        value = int(text)
-        Config(num_experts=1, num_sms=value)
-    except ValueError as error:
-        result.refusals.append(f"{flag} is {text}: {error}")
-        return
-    result.num_sms = value
-    result.notes.append(f"{flag} {text}: taken as --ep-num-sms {text}")
 
 
 def _parsed(
