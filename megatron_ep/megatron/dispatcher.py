@@ -274,6 +274,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
         hidden_states = hidden_states.contiguous()
         bring_back = unread_combine if self._is_unread else ep.combine
+        self._layout, self._is_unread = None, False  # the next pass may be a graph's replay, which finds none
         output = bring_back(hidden_states, handle, row_probs, backward_dtype=self.backward_dtype)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)

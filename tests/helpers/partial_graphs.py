@@ -5,6 +5,7 @@ the layer itself, as with a graph, has the Python state of its capture, and goes
 """
 
 import contextlib
+import dataclasses
 from unittest import mock
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs, enums, transformer_layer
 from megatron.core.transformer.moe import moe_layer, moe_utils
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 FIELD = "cuda_graph_modules" if hasattr(enums, "CudaGraphModule") else "cuda_graph_scope"  # before 0.19
 Part = enums.CudaGraphModule if hasattr(enums, "CudaGraphModule") else enums.CudaGraphScope
@@ -44,11 +45,15 @@ def _capturing():
         yield
 
 
+def _share(layer, twin):
+    for module, of_twin in zip(layer.modules(), twin.modules(), strict=True):
+        of_twin._parameters, of_twin._buffers = module._parameters, module._buffers
+
+
 def graphed(layer, twin, x):
     """Gives the layer a graph, captured with x, of what its config names. Returns the number of the graph's replays, in
     a list that grows. twin: a second layer of the same config."""
-    for module, of_twin in zip(layer.modules(), twin.modules(), strict=True):
-        of_twin._parameters, of_twin._buffers = module._parameters, module._buffers
+    _share(layer, twin)
     with _capturing():
         layer(x, attention_mask=None)
     replays = []
@@ -59,6 +64,38 @@ def graphed(layer, twin, x):
             return twin(x, attention_mask=None)
 
     layer.cuda_graphs, layer.cuda_graph_manual_hooks = [replay], []
+    return replays
+
+
+def make_local_layer(config, seed, wrapped):
+    """A MoETransformerLayer, as hybrid models have it, for a graph of Megatron's own (cuda_graph_impl "local")."""
+
+    def local(spec):
+        return dataclasses.replace(wrapped(spec), module=MoETransformerLayer)
+
+    config.cuda_graph_impl = "local"
+    with mock.patch.object(MoETransformerLayer, "create_mcore_cudagraph_manager", lambda *_: None):
+        layer = make_layer(config, seed, local)
+    layer.use_partial_cudagraphs, layer._router_dtoh_event = True, torch.cuda.Event()
+    layer.moe_layer_recompute = "moe" in (config.recompute_modules or ())
+    return layer
+
+
+def graphed_locally(layer, twin, x):
+    """As `graphed`, with such a layer."""
+    _share(layer, twin)
+    layer(x, attention_mask=None)
+    replays, attributes = [], "token_dispatcher_attrs"  # of versions before 0.19
+    if hasattr(layer, attributes):
+        setattr(twin, attributes, getattr(layer, attributes))
+
+    def replay(x, **options):
+        replays.append(x)
+        outputs = twin._forward_mlp_router(x, **options)
+        layer.pre_mlp_norm_checkpoint = getattr(twin, "pre_mlp_norm_checkpoint", None)
+        return outputs
+
+    layer._forward_mlp_router = replay
     return replays
 
 
