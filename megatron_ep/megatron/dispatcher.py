@@ -119,6 +119,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.may_skip_combine = False  # whether a replay of only this layer needs no combine
         self._replays = None if config.recompute_granularity is None else Replays()
         self._layout: Layout | None = None  # layout of this pass and its replay
+        self._is_unread = False  # whether nobody reads the sum of this pass
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
         self.split_rows: torch.Tensor | None = None
