@@ -170,6 +170,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         quantized, inputs, splits, ends, gradient, gradient_dtype, features = ctx.parts
+        ctx.parts = None  # freed as saved tensors are
         if gradient is None:
             grads = split_quantized(grad, splits, gradient_dtype)
         else:
@@ -179,6 +180,24 @@ class Linear(torch.autograd.Function):
         dws = [torch.zeros(features, dtype=torch.bfloat16, device=grad.device) for _ in splits]
         product(inputs, grads, dws, splits, "NT", grad=True)
         return dx, None, None, None, None, None, *dws
+
+
+class Combined(torch.autograd.Function):
+    """Stands for combine: its backward pass brings these fp8 rows, in bf16, whatever the gradient."""
+
+    @staticmethod
+    def forward(ctx, output, values, scales):
+        ctx.arrived = values, scales
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, _):
+        return float8.dequantize(*ctx.arrived), None, None
+
+
+def carrier(rows):
+    """Rows that only carry a gradient, and take no memory."""
+    return torch.zeros((), dtype=torch.bfloat16, device=rows.device).expand(rows.shape)
 
 
 def swiglu(x):
@@ -214,24 +233,25 @@ class Case:
             weight.grad = None
 
     def modules(self):
-        rows = float8.dequantize(*self.x).requires_grad_()
+        leaf = carrier(self.x[0]).requires_grad_()
+        rows = float8.dequantize(*self.x, straight_through=leaf)
         context = te.autocast if hasattr(te, "autocast") else te.fp8_autocast
         name = "recipe" if hasattr(te, "autocast") else "fp8_recipe"
         with context(enabled=True, **{name: self.recipe}):
             hidden = (swiglu(self.first(rows, self.splits)) * self.probs).bfloat16()
-            output = self.second(hidden, self.splits)
-        output.backward(float8.dequantize(*self.grad))
-        return output.detach(), rows.grad
+            del rows
+            output = Combined.apply(self.second(hidden, self.splits), *self.grad)
+        output.backward(carrier(output))
+        return output.detach(), leaf.grad
 
     def products(self):
-        # tensors that only carry gradients take no memory
-        rows = torch.zeros((), dtype=torch.bfloat16, device="cuda").expand(self.x[0].shape).requires_grad_()
+        leaf = carrier(self.x[0]).requires_grad_()
         how = self.splits, self.ends, self.gradient_dtype
-        hidden = Linear.apply(rows, self.x, None, *how, *self.weights[0])
+        hidden = Linear.apply(leaf, self.x, None, *how, *self.weights[0])
         hidden = (swiglu(hidden) * self.probs).bfloat16()
         output = Linear.apply(hidden, None, lambda: self.grad, *how, *self.weights[1])
-        output.backward(torch.zeros((), dtype=torch.bfloat16, device="cuda").expand(output.shape))
-        return output.detach(), rows.grad
+        output.backward(carrier(output))
+        return output.detach(), leaf.grad
 
     def run(self, way):
         self.clear()
@@ -250,7 +270,8 @@ def columns(case):
                     torch.equal(one._columnwise_data, other._columnwise_data.view(torch.uint8)),
                     torch.equal(one._columnwise_scale_inv, other._columnwise_scale_inv),
                 ]
-                # TE halves a scale where its largest value was rounded to 224 or 448 / 2: the products are the same
+                # Transformer Engine halves a scale, and doubles the values, where the largest was rounded down to half
+                # of the format's largest: as numbers they are the same.
                 equal.append(torch.equal(dequantized(one), dequantized(other)))
                 right &= all(equal)
                 print(f"{what}, expert with {rows}: columns, their scales, rows as numbers: {equal}")
