@@ -114,13 +114,14 @@ def compare(options):
     splits = [2 * share, share, 0, share // 2 // 16 * 16, share, share]
     splits.append(options.rows - sum(splits))  # one expert has most rows, one none
     torch.manual_seed(0)
-    experts = Experts(splits, options.hidden, options.ffn)
     channels = torch.exp(torch.randn(options.hidden, device=DEVICE))
     for distribution, sizes in (("normal", torch.ones_like(channels)), ("channels", channels)):
         rows, grad = (torch.randn(2, options.rows, options.hidden, device=DEVICE) * sizes).bfloat16()
         probs = torch.rand(options.rows, 1, device=DEVICE)
-        exact = experts.exact(rows, probs, grad)
         for name, (recipe, gradient_dtype) in RECIPES.items():
+            torch.manual_seed(1)
+            experts = Experts(splits, options.hidden, options.ffn)  # it keeps its quantizers when the recipe changes
+            exact = experts.exact(rows, probs, grad)
             plain = None
             for wire, (of_rows, of_gradients) in WIRES.items():
                 arrived = travelled(rows, of_rows, E4M3)

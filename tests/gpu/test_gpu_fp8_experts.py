@@ -161,4 +161,8 @@ def test_rows_and_gradients_in_fp8_lose_nothing(ranks, fp8, recompute):
     for rank in ranks.run(compare_wires, fp8, recompute):
         print(rank)
         assert all(all(equal) for equal, _ in rank.values()), rank
-        assert all(0 < apart < 0.1 for name, (_, apart) in rank.items() if name != "bf16"), "weights' gradients differ"
+        # Columns that are made of the rows are rounded once more where a power of two makes a number subnormal, which
+        # the wider range of e5m2 avoids: then the gradients of weights have the same bits, too.
+        for wire, (_, apart) in rank.items():
+            is_rounded = wire in ("rows", "both") or (fp8 == "e4m3" and wire == "gradients")
+            assert apart < 0.1 and (apart > 0) is is_rounded, (wire, apart)
