@@ -9,12 +9,14 @@ from run_on import run_on
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -167,6 +169,23 @@ def saved(model, optimizer, is_loading, kind):
     return {"model": of_model, "optimizer": of_optimizer}
 
 
+# Megatron neither saves nor loads the steps of torch's Adam, which the host has, and lets all parameters share them.
+
+
+def _with_own_step(optimizer, parameter, tensors):
+    own = optimizer._get_main_param_and_optimizer_states(parameter)
+    _set_states(optimizer, parameter, {"step": own["step"], **tensors})
+
+
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def set_steps(optimizer, steps):
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(steps))
+
+
 def continued(writer, reader, kind):
     """A model and one that continues from its checkpoint, each after another step."""
     config = settings(params_dtype=torch.bfloat16, bf16=True)
@@ -175,11 +194,12 @@ def continued(writer, reader, kind):
     dist_checkpointing.save(saved(model, optimizer, False, kind), folder)
     dist.barrier()
     step(model, optimizer, 2)
-    # One step, because Megatron asks torch's Adam, which takes the place of a GPU's on the host, for its step.
     other, of_other = trained(reader, config, 4, 1, distributed=kind is not None)
     loaded = dist_checkpointing.load(saved(other, of_other, True, kind), folder)
     other.module.load_state_dict(loaded["model"])
-    of_other.load_state_dict(loaded["optimizer"])
+    with mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", _with_own_step):
+        of_other.load_state_dict(loaded["optimizer"])
+    set_steps(of_other, 2)
     step(other, of_other, 2)
     return model.module, other.module
 
