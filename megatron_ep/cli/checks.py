@@ -25,6 +25,7 @@ DIRECTIONS = 8
 STEPS = {torch.float64: (1e-5, 1e-6), torch.float32: (1e-2, 1e-3)}
 TOKENS, TOPK, HIDDEN = 3, 2, 5
 CASES = 25
+GROUPED = ", grouped experts"
 MEGATRON_LAYERS: dict[str, tuple[int, dict[str, Any]]] = {  # TP, fields of TransformerConfig
     "": (1, {}),
     ", recompute": (1, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
@@ -32,6 +33,7 @@ MEGATRON_LAYERS: dict[str, tuple[int, dict[str, Any]]] = {  # TP, fields of Tran
     ", drop and pad": (1, {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}),
     ", shared expert overlapped": (1, {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True}),
     ", TP 2": (2, {"moe_token_dispatcher_type": "allgather"}),
+    GROUPED: (1, {}),
 }
 MEGATRON_TOLERANCE = 1e-12  # of the largest value, in fp64
 
@@ -73,7 +75,7 @@ def checks_of(ranks: Ranks, timeout: float) -> Iterator[tuple[str, Callable[[], 
         if ranks.world_size % tp == 0:
             yield (
                 f"a layer as with Megatron's dispatcher{where}, EP {ranks.world_size // tp}{name}",
-                functools.partial(check_megatron, ranks, tp, options),
+                functools.partial(check_megatron, ranks, tp, options, "grouped" if name == GROUPED else None),
             )
 
 
@@ -178,10 +180,10 @@ def random_ids(tokens: int, topk: int, num_experts: int, generator: torch.Genera
     return ids.masked_fill(torch.rand(tokens, topk, generator=generator) < 0.2, -1).contiguous()
 
 
-def check_megatron(ranks: Ranks, tp: int, options: dict[str, Any]) -> str:
-    """Compares output and all gradients of a layer with Megatron's dispatcher and with ours."""
+def check_megatron(ranks: Ranks, tp: int, options: dict[str, Any], kind: str | None) -> str:
+    """Compares output and all gradients of a layer with Megatron's dispatcher and with ours, and its experts."""
     experts = {"num_moe_experts": 2 * ranks.world_size}
-    by_rank = ranks.run(_compare_layers, tp, ranks.world_size // tp, options | experts)
+    by_rank = ranks.run(_compare_layers, tp, ranks.world_size // tp, options | experts, kind)
     wrong = {name for rank in by_rank for name, difference in rank.items() if not difference <= MEGATRON_TOLERANCE}
     worst = max(difference for rank in by_rank for difference in rank.values())
     if wrong:
@@ -189,10 +191,10 @@ def check_megatron(ranks: Ranks, tp: int, options: dict[str, Any]) -> str:
     return f"largest relative difference {worst:.0e}"
 
 
-def _compare_layers(tp: int, ep_size: int, options: dict[str, Any]) -> dict[str, float]:
+def _compare_layers(tp: int, ep_size: int, options: dict[str, Any], experts: str | None) -> dict[str, float]:
     from megatron_ep.megatron import equivalence  # here, so that only the ranks import Megatron
 
     try:
-        return equivalence.compare_layers(tp, ep_size, tokens=24, seed=0, options=options)
+        return equivalence.compare_layers(tp, ep_size, tokens=24, seed=0, options=options, experts=experts)
     finally:
         equivalence.close_buffers()

@@ -94,6 +94,7 @@ def compare_layers(
     options: Mapping[str, Any],
     router: Callable[..., TopKRouter] | None = None,
     padding: int = 0,
+    experts: str | None = None,
 ) -> dict[str, float]:
     """Runs a MoE layer, including its router, with Megatron's all-to-all dispatcher and with ours.
 
@@ -103,6 +104,7 @@ def compare_layers(
     options: see `make_config`.
     router: router of our layer; None: Megatron's own.
     padding: number of a rank's last tokens that are padding. Their outputs are not compared, and get no gradient.
+    experts: those of our layer, see `ep_layer_spec`.
 
     Returns for the output, the input's gradient and each parameter's gradient: the largest difference over the largest
     value.
@@ -112,7 +114,7 @@ def compare_layers(
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     theirs = spec(config=config)
-    ours = ep_layer_spec(spec, router=router)(config=config)
+    ours = ep_layer_spec(spec, router=router, experts=experts)(config=config)
     assert isinstance(ours.token_dispatcher, EPTokenDispatcher)
     ours.load_state_dict(theirs.state_dict())
 
@@ -126,8 +128,7 @@ def compare_layers(
         output, _ = layer(leaf, padding_mask=mask)
         output = output[: own - padding]
         output.backward(grad[: own - padding])
-        gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        results.append({"output": output.detach(), "input gradient": leaf.grad, **gradients})
+        results.append({"output": output.detach(), "input gradient": leaf.grad, **_gradients(layer)})
     expected, actual = results
     return {name: _relative_difference(expected[name], actual[name]) for name in expected}
 
@@ -138,6 +139,18 @@ def make_dispatcher(implementation: str, config: TransformerConfig) -> MoETokenD
     num_local = config.num_moe_experts // groups.ep.size()
     local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
     return DISPATCHERS[implementation](num_local, local_experts, config=config, pg_collection=groups)
+
+
+def _gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns the gradients by the names that parameters have with SequentialMLP."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in layer.named_parameters():
+        if name.startswith("experts.linear_"):  # of all experts
+            part = name.removeprefix("experts.")
+            found |= {f"experts.local_experts.{i}.{part}": of for i, of in enumerate(parameter.grad)}
+        else:
+            found[name] = parameter.grad
+    return found
 
 
 def _relative_difference(expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:

@@ -146,4 +146,5 @@ def _origin(recipe: Recipe) -> dict[str, Any]:
         if section not in FREE_SECTIONS
         for key, value in keys.items()
     }
+    flat["dispatcher.experts"] = recipe.dispatcher.experts  # whose states of the optimizer have another order
     return {key: value for key, value in flat.items() if key not in FREE_TO_CHANGE}

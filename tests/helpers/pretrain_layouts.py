@@ -37,6 +37,7 @@ class Layout:
 
 
 BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
+GROUPED = ("--ep-experts", "grouped")
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 ALL = {
@@ -103,6 +104,30 @@ ALL = {
         ep_flags=("--ep-router", "fused"),
         equal_to=("single",),
     ),
+    "grouped experts, TP 2, ETP 2, EP 2": Layout(
+        4, f"{TP2} {EP2} --expert-tensor-parallel-size 2", ep_flags=GROUPED, equal_to=("single",)
+    ),
+    "grouped experts, PP 2, VPP 2, full recompute": Layout(
+        4,
+        f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {EP2} "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ep_flags=(*GROUPED, "--ep-router", "fused"),
+        equal_to=("single",),
+    ),
+    "grouped experts, distributed optimizer, selective recompute": Layout(
+        4,
+        f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather "
+        "--recompute-granularity selective --recompute-modules moe_act",
+        ep_flags=GROUPED,
+        equal_to=("single",),
+    ),
+    "grouped experts, the capacity of a rank": Layout(
+        4, EP4, ep_flags=(*GROUPED, "--ep-moe-expert-rank-capacity-factor", "4"), equal_to=("single",)
+    ),
+    "grouped experts in two chunks": Layout(
+        4, f"{EP4} --moe-token-dispatcher-type flex", ep_flags=(*GROUPED, "--ep-moe-chunks", "2"), equal_to=("single",)
+    ),
+    "grouped experts, hybrid model": Layout(2, EP2, HYBRID, ep_flags=GROUPED, equal_to=("single",)),
     "global auxiliary loss": Layout(  # its running counts depend on how many ranks share a global batch
         4, EP4, "--moe-router-load-balancing-type global_aux_loss --moe-z-loss-coeff 1e-3", equal_to=("alltoall",)
     ),

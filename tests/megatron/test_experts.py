@@ -3,6 +3,8 @@
 A test is a function that runs on all four ranks, unless it needs none.
 """
 
+import copy
+import dataclasses
 import functools
 import os
 import subprocess
@@ -18,16 +20,25 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from counted_experts import CountedExperts, make_layer
 from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from shared_settings import configured
 
-from megatron_ep.megatron import grouped_products
+from megatron_ep import pretrain
+from megatron_ep.megatron import announce, chunks, grouped_products, plugin
+from megatron_ep.megatron import layer as layers
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.experts import GroupedExperts
+from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
 
 pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
 
@@ -321,3 +332,149 @@ def test_gpus_without_a_grouped_product(dtype, capability, has, what):
         else:
             with pytest.raises(ValueError, match=what):
                 require()
+
+
+# ---- weight gradients that come later
+
+
+def delaying(config, number=1):
+    """A layer with grouped experts whose weight gradients run beside the backward pass of dispatch."""
+    delays = copy.copy(config)
+    setattr(delays, chunks.DELAYS, True)
+    with configured(moe_chunks=number):
+        return layer_of(delays)
+
+
+def layer_of(config, **options):
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    return ep_layer_spec(spec, experts="grouped", **options)(config=config)
+
+
+@run_on("four_ranks")
+def test_delayed_gradients():
+    config = settings()
+    _, plain = pair(config)
+    config.delay_wgrad_compute = True
+    ours = make(GroupedExperts, config)
+    ours.load_state_dict(plain.state_dict())
+    args, others = given(config, (3, 0, 9, 5), behind=2), given(config, (0, 4, 4, 0), behind=1, seed=1)
+    expected = [run(plain, *given)[3:] for given in (args, others)]
+    for given_once in (args, others):
+        assert not any(gradient.any() for gradient in run(ours, *given_once)[3:])
+    for so_far in (expected[0], [sum(parts) for parts in zip(*expected, strict=True)]):
+        ours.backward_dw()
+        for actual, wanted in zip(parameters(ours, gradient), so_far, strict=True):
+            assert torch.equal(actual, wanted)
+    ours.backward_dw()  # nothing is left
+    assert torch.equal(parameters(ours, gradient)[0], so_far[0])
+
+
+@run_on("four_ranks")
+def test_a_hook_runs_when_a_delayed_gradient_is_there():
+    config = settings()
+    config.delay_wgrad_compute = True
+    ours, told = make(GroupedExperts, config), []
+    for linear in (ours.linear_fc1, ours.linear_fc2):
+        assert linear.weight.skip_backward_post_hook
+        linear.register_wgrad_accumulation_and_reduce_hooks(
+            lambda weight=linear.weight: told.append((weight.grad is not None, weight.main_grad.clone()))
+        )
+    with_main_grad(ours, torch.float32)
+    run(ours, *given(config, (3, 0, 9, 5)))
+    assert not told
+    ours.backward_dw()
+    assert all(has and (main_grad != 1).any() for has, main_grad in told) and len(told) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@run_on("four_ranks")
+def test_delayed_gradients_under_ddp(number):
+    config = settings(moe_router_dtype="fp32")
+    plain, delayed = layer_of(config), delaying(config, number)
+    delayed.load_state_dict(plain.state_dict())
+    found = []
+    x = torch.randn(2, 7 + dist.get_rank(), 1, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for module in (plain, delayed):
+        ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True)
+        model = DistributedDataParallel(module.config, ddp, module)
+        model.zero_grad_buffer()
+        with model.no_sync():
+            model(x[0].clone().requires_grad_())[0].square().sum().backward()
+        model(x[1].clone().requires_grad_())[0].square().sum().backward()
+        model.finish_grad_sync()
+        found.append({name: parameter.main_grad for name, parameter in model.named_parameters()})
+    for name, wanted in found[0].items():
+        assert wanted.any()
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+# ---- the ways to them
+
+
+@run_on("four_ranks")
+def test_the_spec_and_the_plugin():
+    config = settings()
+    layer = layer_of(config)
+    assert type(layer) is EPMoELayer and type(layer.experts) is GroupedExperts
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    assert ep_layer_spec(spec, experts="megatron")(config=config).experts.__class__ is SequentialMLP
+    again = ep_layer_spec(ep_layer_spec(spec, experts="grouped"), experts="grouped")(config=config)
+    assert type(again.experts) is GroupedExperts
+    with pytest.raises(ValueError, match="experts is 'fast', must be one of 'megatron', 'grouped' or None"):
+        ep_layer_spec(spec, experts="fast")
+    with pytest.raises(ValueError, match="experts is 'fast'"):
+        plugin.enable(experts="fast")
+    plugin.enable(experts="grouped")
+    try:
+        assert type(spec(config=config).experts) is GroupedExperts
+        submodules = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+        other = dataclasses.replace(submodules, experts=ModuleSpec(module=CountedExperts))
+        with pytest.raises(ValueError, match="the layer has CountedExperts: grouped experts take the place of"):
+            MoELayer(config, other)
+    finally:
+        plugin.disable()
+
+
+@run_on("four_ranks")
+def test_the_capacity_of_a_rank():
+    """Experts that leave the counts on the device, with rows behind the last."""
+    config = settings()
+    plain = layer_of(config)
+    with configured(moe_expert_rank_capacity_factor=4.0):
+        fixed = layer_of(config)
+        spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        with pytest.raises(ValueError, match=r"SequentialMLP .* use grouped experts \(--ep-experts grouped"):
+            ep_layer_spec(spec)(config=config)
+    fixed.load_state_dict(plain.state_dict())
+    x = torch.randn(9, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for layer in (plain, fixed):
+        leaf = x.clone().requires_grad_()
+        output, _ = layer(leaf)
+        output.square().sum().backward()
+        results.append([output.detach(), leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(torch.equal(*parts) for parts in zip(*results, strict=True))
+
+
+@run_on("four_ranks")
+def test_many_experts_of_transformer_engine_are_told_of_the_flag():
+    with (
+        mock.patch.object(layers.megatron_experts, "TEGroupedMLP", CountedExperts),
+        mock.patch.object(announce.log, "info") as told,
+        mock.patch.object(layers, "_needs_host_counts", return_value=True),
+    ):
+        for experts in (60, 64, 64):
+            announce.once.cache_clear()
+            make_layer(settings(num_moe_experts=experts))
+    lines = [call.args[0] for call in told.call_args_list]
+    assert len(lines) == (2 if dist.get_rank() == 0 else 0)
+    assert all("16 local experts of Transformer Engine: --ep-experts grouped" in line for line in lines)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "adaptive_muon", "soap"])
+def test_optimizers_of_matrices_are_refused(optimizer):
+    words = ["--ep-host", "--ep-experts", "grouped", "pretrain_gpt.py", "--optimizer", optimizer]
+    with pytest.raises(ValueError, match=f"--optimizer is {optimizer}, which treats matrices: leave out --ep-experts"):
+        pretrain._checked(*pretrain._options(words))
+    pretrain._checked(*pretrain._options([*words[:1], *words[3:]]))
+    pretrain._checked(*pretrain._options([*words[:-1], "adam"]))
