@@ -49,6 +49,7 @@ REFUSED = {  # fields of TransformerConfig that must be unset, and what helps
 }
 KINDS = ("megatron", "grouped")  # of experts: Megatron's own, and those of this module
 OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}  # parts of experts, of the field offload_modules
+_HAS_TRITON = find_spec("triton") is not None
 _CLAMPS_SWIGLU = "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
 
 
@@ -144,7 +145,7 @@ class GroupedExperts(MegatronModule):
         if config.bias_activation_fusion:
             store = config.activation_func_fp8_input_store
             if config.activation_func == F.silu:
-                if hidden.is_cuda and clamp is None and not store and find_spec("triton") is not None:
+                if hidden.is_cuda and clamp is None and not store and _HAS_TRITON:
                     from megatron_ep.megatron.grouped_swiglu import weighted_swiglu
 
                     return weighted_swiglu(hidden, probs, offsets)
