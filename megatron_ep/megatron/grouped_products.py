@@ -39,8 +39,8 @@ def require_product(device: torch.device, dtype: torch.dtype) -> None:
         return
     if not hasattr(F, "grouped_mm"):
         raise ValueError(
-            f"grouped experts need torch.nn.functional.grouped_mm, which torch {torch.__version__} does not have "
-            "(2.10 does): leave them out, or install a newer torch"
+            f"grouped experts need torch.nn.functional.grouped_mm, which torch {torch.__version__} does not have: "
+            "leave them out, or install a newer torch"
         )
     if dtype != torch.bfloat16:
         raise ValueError(

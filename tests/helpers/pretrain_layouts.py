@@ -117,7 +117,7 @@ ALL = {
     "grouped experts, distributed optimizer, selective recompute": Layout(
         4,
         f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather "
-        "--recompute-granularity selective --recompute-modules moe_act",
+        "--recompute-granularity selective --recompute-modules moe shared_experts",
         ep_flags=GROUPED,
         equal_to=("single",),
     ),
