@@ -105,7 +105,11 @@ ALL = {
         equal_to=("single",),
     ),
     "grouped experts, TP 2, ETP 2, EP 2": Layout(
-        4, f"{TP2} {EP2} --expert-tensor-parallel-size 2", ep_flags=GROUPED, equal_to=("single",)
+        4,
+        f"{TP2} {EP2} --expert-tensor-parallel-size 2",
+        "--moe-ffn-hidden-size 32",
+        ep_flags=GROUPED,
+        equal_to=("single",),
     ),
     "grouped experts, PP 2, VPP 2, full recompute": Layout(
         4,
