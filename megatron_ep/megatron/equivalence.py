@@ -146,8 +146,9 @@ def _gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in layer.named_parameters():
         if name.startswith("experts.linear_"):  # of all experts
-            part = name.removeprefix("experts.")
-            found |= {f"experts.local_experts.{i}.{part}": of for i, of in enumerate(parameter.grad)}
+            part, gradients = name.removeprefix("experts."), parameter.grad
+            each = [None] * len(parameter) if gradients is None else gradients.unbind()
+            found |= {f"experts.local_experts.{i}.{part}": of_expert for i, of_expert in enumerate(each)}
         else:
             found[name] = parameter.grad
     return found
