@@ -471,6 +471,24 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
     ):
         if getattr(options, name) and getattr(config, other):
             raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
+    if _captures_steps(config):
+        if options.moe_expert_rank_capacity_factor is None and not config.moe_pad_expert_input_to_capacity:
+            raise ValueError(
+                "moe_expert_rank_capacity_factor is None with a CUDA graph of the full iteration, must be a number: the "
+                "shapes of a graph are fixed, and its host cannot wait for counts"
+            )
+        if config.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, must be 1 with a CUDA graph of "
+                "the full iteration: others have never run with this dispatcher"
+            )
+
+
+def _captures_steps(config: TransformerConfig) -> bool:
+    """Returns whether Megatron captures the forward and backward passes of all micro-batches in one CUDA graph."""
+    scope = getattr(config, "cuda_graph_scope", None) or ()  # before 0.19
+    graphed = scope.split(",") if isinstance(scope, str) else [getattr(part, "name", part) for part in scope]
+    return "full_iteration" in (config.cuda_graph_impl, *graphed)
 
 
 def counts_on_device(config: TransformerConfig) -> bool:

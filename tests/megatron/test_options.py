@@ -364,6 +364,26 @@ def test_options_out_of_range(settings, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("scope", [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_scope": ["full_iteration"]}])
+@run_on("four_ranks")
+def test_a_graph_of_the_full_iteration_needs_fixed_shapes(scope):
+    """And one stage: what has never run is refused."""
+    join_layout(1, W)
+    config = make_config()
+    for name, value in scope.items():  # which of the two there is depends on Megatron's version
+        object.__setattr__(config, name, value)
+    with pytest.raises(ValueError, match="moe_expert_rank_capacity_factor is None with a CUDA graph of the full"):
+        make_dispatcher("ours", config)
+    with configured(**{FACTOR: 2.0}):
+        make_dispatcher("ours", config)
+        config.pipeline_model_parallel_size = 2
+        with pytest.raises(ValueError, match="pipeline_model_parallel_size is 2, must be 1 with a CUDA graph"):
+            make_dispatcher("ours", config)
+    config.pipeline_model_parallel_size = 1
+    config.moe_pad_expert_input_to_capacity, config.moe_expert_capacity_factor = True, 1.0
+    make_dispatcher("ours", config)
+
+
 def test_options_of_megatrons_config(monkeypatch):
     class Config:
         moe_expert_rank_capacity_factor = 1.5
