@@ -154,7 +154,7 @@ def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, 
 
 
 def counter_of(role: str) -> str:
-    """Returns the kind of the calls, as in `RankStatus`, that a rank must send for this role of another one to go on."""
+    """Returns the kind of calls, see `RankStatus`, that a rank must send for this role of another one to go on."""
     if role.startswith("low_latency"):
         return "combine_sent" if "combine" in role else "dispatch_sent"
     return "notify" if role == "notify" else "transfer"

@@ -1,5 +1,5 @@
-"""What ranks know of each other in a buffer with several low-latency heaps: that of one hop and those of two modes. Each
-numbers its calls for itself."""
+"""What ranks know of each other in a buffer with several low-latency heaps, each of which numbers its calls for itself:
+that of one hop and those of two modes."""
 
 from __future__ import annotations
 

@@ -21,6 +21,10 @@ MUTANTS: Table = {
             "(bits.value & low) << size",
         ),
     ],
+    ("launch/cuda/low_latency_kernels.h", "low_latency"): [
+        ("count_half: the number of the next call to be sent", "if (!one_hop) number = *counted;"),
+        ("count_half: no number is kept for the receiving half", "if (enters) warp.lanes(…);"),
+    ],
     ("protocol/low_latency.h", "low_latency"): [
         ("acquire_flag: the rank's scope", LL_ACQUIRE, SYSTEM, RANK),
         ("acquire_flag: a plain load", LL_ACQUIRE, "W::template acquire<Scope::System>", "*"),
