@@ -41,8 +41,7 @@ EP_FN uint64_t count_half(DeviceWarp& warp, const C& call, ControlBlock* control
     constexpr auto kReceived = counter_of(C::kKind, LowLatencyHalf::Receive);
     const bool one_hop = call.heap().sums_at_expert;
     // Launches follow each other, so a call is the first one that has not finished to be sent.
-    uint64_t number =
-        ptx::load_relaxed_sys(&(control->finished.*(one_hop ? &Calls::transfer : kSent))) + 1;
+    uint64_t number = control->finished.*(one_hop ? &Calls::transfer : kSent) + 1;
     uint64_t* const counted = call.word(call.heap().counted(C::kKind, call.bank));
     if constexpr (kLaunches == LowLatencyLaunches::Receive) {
         if (!one_hop) number = *counted;
