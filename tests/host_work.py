@@ -9,6 +9,7 @@ processes the median.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ CALLS, ROUNDS = 100, 40  # calls of a round: short, so that many rounds have the
 SMS = 24
 DEVICE = torch.device("meta")
 TOKENS, HIDDEN, TOPK, EXPERTS = 128, 7168, 8, 64
+MANY = 1 << 20  # tokens: a promise with which a call goes through rings
 
 
 def calls_of(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
@@ -47,10 +49,11 @@ def calls_of(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
     received = low_latency.dispatch(x, ids, weights)
     rows, handle = received.x, received.handle
 
-    def dispatch(layout: str, rows: torch.Tensor = x) -> ep.Received:
-        return ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
+    def dispatch(layout: str, rows: torch.Tensor = x, promise: int = MANY) -> ep.Received:
+        room = TOKENS * TOPK
+        return ep.dispatch(rows, ids, weights, buffer=buffer, max_recv_tokens=room, layout=layout, max_tokens=promise)
 
-    normal, flat = dispatch("grouped"), dispatch("flat")
+    normal, flat, few = dispatch("grouped"), dispatch("flat"), dispatch("grouped", promise=TOKENS)
     differentiable = normal.x.clone().requires_grad_()
 
     def dispatch_hook() -> None:
@@ -67,11 +70,16 @@ def calls_of(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
         "low-latency dispatch, hook": dispatch_hook,
         "low-latency combine, hook": combine_hook,
         "dispatch from scratch": lambda: dispatch("grouped"),
+        "dispatch, the host waits": lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_tokens=MANY),
         "dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=normal.handle),
         "combine": lambda: ep.combine(normal.x, normal.handle),
         "dispatch from scratch, gradient": lambda: dispatch("grouped", leaf),
         "dispatch again, gradient": lambda: ep.dispatch(leaf, topk_weights=weights, handle=normal.handle),
         "combine, gradient": lambda: ep.combine(differentiable, normal.handle),
+        "in one hop: dispatch from scratch": lambda: dispatch("grouped", promise=TOKENS),
+        "in one hop: dispatch, the host waits": lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_tokens=TOKENS),
+        "in one hop: dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=few.handle),
+        "in one hop: combine": lambda: ep.combine(few.x, few.handle),
         "flat dispatch from scratch": lambda: dispatch("flat"),
         "flat dispatch again": lambda: ep.dispatch(x, handle=flat.handle),
         "flat combine": lambda: ep.combine(flat.x, flat.handle),
@@ -101,7 +109,7 @@ def measure(rounds: int) -> dict[str, float]:
     import launchless
 
     from megatron_ep import _C
-    from megatron_ep.buffer import cuda
+    from megatron_ep.buffer import cuda, sizes
     from megatron_ep.buffer import low_latency as backends
     from megatron_ep.fabrics.connection import Connection, LowLatencyConnection
 
@@ -130,6 +138,11 @@ def measure(rounds: int) -> dict[str, float]:
         group = buffer._group
         group.device = DEVICE
         group._backend = cuda.CudaBackend(Connection(launchless.group(group.heap)), group.heap, DEVICE, SMS)
+        group._backend._counts.append(torch.empty(2, EXPERTS, dtype=torch.int64))  # in place of pinned memory
+        group.config = dataclasses.replace(group.config, max_tokens=TOKENS)
+        group.one_hop = backends.LowLatencyRanks(
+            group, TOKENS, sizes.largest_row(group.config), None, sums_at_expert=True
+        )
         calls = calls_of(buffer)
         for _ in range(rounds):
             for name, call in calls.items():

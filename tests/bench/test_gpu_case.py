@@ -40,6 +40,13 @@ def test_cases():
     names = [str(case) for case in cases_of(arguments, 2, 4, 1, "zipf")]
     assert names == [f"2x4 sms={sms} slots=4+default T=1 H=7168 K=8 E=256 zipf" for sms in (8, 24)]
     assert gpus._parse([]).tokens == [4096]
+    arguments = gpus._parse(["--max-tokens", "--num-sms", "64"])
+    one = "1x2 sms=64 slots=4"
+    assert [str(case) for case in cases_of(arguments, 1, 2, 128)] == [
+        f"{one} T=128 H=7168 K=8 E=256",
+        f"{one} max_tokens=T T=128 H=7168 K=8 E=256",
+    ], "rings and one hop side by side"
+    assert [str(case) for case in cases_of(arguments, 1, 2, 4096)] == [f"{one} T=4096 H=7168 K=8 E=256"]
 
 
 def test_bytes_there_and_back_are_those_of_both_ways():

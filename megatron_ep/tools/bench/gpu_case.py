@@ -69,7 +69,7 @@ class Case:
             num_experts=self.experts,
             num_sms=self.num_sms,
             timeout=10,
-            max_tokens=self.tokens if self.promises and self.tokens <= MAX_LOW_LATENCY_TOKENS else None,
+            max_tokens=self.tokens if self.promises else None,
             tuning=ep.Tuning(
                 channels=self.channels,
                 nvl_ring_bytes=self.ring_slots * slot_bytes,
@@ -118,11 +118,13 @@ def cases_of(
     sizes = (tokens, arguments.hidden, arguments.topk, arguments.experts)
     network_slots = arguments.network_slots if nodes > 1 else arguments.network_slots[:1]
     local_passes = [{"on": True, "off": False}.get(choice) for choice in arguments.local_pass]
-    lists = (arguments.num_sms, arguments.channels, arguments.ring_slots, network_slots, local_passes)
-    promises = getattr(arguments, "max_tokens", False)
+    promises = (
+        [False, True] if getattr(arguments, "max_tokens", False) and tokens <= MAX_LOW_LATENCY_TOKENS else [False]
+    )
+    lists = (arguments.num_sms, arguments.channels, arguments.ring_slots, network_slots, local_passes, promises)
     return [
-        Case(nodes, ranks_per_node, num_sms, channels, slots, of_network, *sizes, local_pass, routing, promises)
-        for num_sms, channels, slots, of_network, local_pass in itertools.product(*lists)
+        Case(nodes, ranks_per_node, num_sms, channels, slots, of_network, *sizes, local_pass, routing, promise)
+        for num_sms, channels, slots, of_network, local_pass, promise in itertools.product(*lists)
     ]
 
 

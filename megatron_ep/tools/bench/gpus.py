@@ -4,10 +4,11 @@ events; under torchrun or in a Slurm job step between those of the job, on any n
 The same run times baselines: NCCL's all-to-all with the copies of Megatron-Core's all-to-all dispatcher (rows into the
 order of ranks, then into that of experts, and back), and a copy to another GPU. The time of a round is that of its
 slowest rank; p50, p90 and p99 are over rounds. In addition to the GPU's time by events: "(api)", the host's time from
-the call until the GPU is done, with all ranks starting together; with --graphs "(graph)", the time in a CUDA graph of
-many calls, in which the GPU does not wait for the host: the time of few tokens (with many, combine there sums nothing
-in parallel with its exchange). "host_waits": the host waits for counts, equal to those of the last dispatch;
-"wrong_guess": half as many rows were expected.
+the call until the GPU is done, with all ranks starting together, and "(host)", until the call returns; with --graphs
+"(graph)", the time in a CUDA graph of many calls, in which the GPU does not wait for the host: the time of few tokens
+(with many, combine there sums nothing in parallel with its exchange). "host_waits": the host waits for counts, equal to
+those of the last dispatch; "wrong_guess": half as many rows were expected. With --max-tokens cases in one hop stand
+beside those through rings.
 T tokens per rank, H hidden, K choices per token, E experts. Bytes of a rank: its tokens, once for each destination
 rank, which is the minimum of an expert-parallel dispatch; "there and back": both ways. All-to-all sends a row per
 expert. Rows are bf16, except for "dispatch fp8": fp8 rows and their scales.
@@ -81,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
     )
     parser.add_argument(
-        "--max-tokens", action="store_true", help="Config.max_tokens is T, so that calls with few tokens go in one hop"
+        "--max-tokens", action="store_true", help="also with Config.max_tokens = T: calls with few tokens go in one hop"
     )
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
     add_arguments(parser)
@@ -136,6 +137,7 @@ def _measure(
             ways: dict[str, Callable[[int, int], list[float]]] = {
                 "": partial(seconds_of, cuda_timer(step)),
                 " (api)": partial(seconds_of, host_timer(step, before=meet, after=torch.cuda.synchronize)),
+                " (host)": partial(seconds_of, host_timer(step, before=meet)),
             }
             if graphs and implementation in IN_GRAPHS:
                 ways[" (graph)"] = partial(_seconds_in_graph, step)
@@ -207,6 +209,10 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         group.last_counts = group.last_counts._replace(rows=most // 2)
         return host_waits()
 
+    def there_and_back_host_waits() -> Any:
+        rows = host_waits()
+        return ep.combine(rows.x, rows.handle)
+
     def there_and_back() -> Any:
         rows = with_counts()
         return ep.combine(rows.x, rows.handle)
@@ -226,6 +232,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         ),
         ("combine", "ours"): lambda: ep.combine(expected, handle),
         ("there and back", "ours_with_counts"): there_and_back,
+        ("there and back", "ours_host_waits"): there_and_back_host_waits,
         ("there and back, flat", "ours_with_counts"): there_and_back_flat,
-        **({("dispatch", "ours_wrong_guess"): wrong_guess} if group.last_counts else {}),  # none in one hop
+        ("dispatch", "ours_wrong_guess"): wrong_guess,
     }

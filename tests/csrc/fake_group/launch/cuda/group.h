@@ -24,7 +24,7 @@ class CudaGroup : public RankGroup {
                                                 CudaStream, const std::function<void()>& idle) {
         Gate::pass();
         idle();
-        return {};
+        return {{}};
     }
     template <class Args>
     void request_reports(std::vector<Args>&) {}
