@@ -176,7 +176,8 @@ class Config:
         hold at least four such rows. None, or less: 14 KiB, H = 7168 in bf16.
     max_tokens: a promise that no rank dispatches more tokens in a call, unless the call has a `max_tokens` of its own;
         at most 1024. Dispatches with few tokens then go in one hop, which takes less time: see docs/tuning.md. Needs
-        memory that grows with it and with the number of ranks. None: no promise.
+        memory that grows with it and with the number of ranks. None: no promise. A warning says if it is more than are
+        faster in one hop on these GPUs.
     tuning: sizes of rings and chunks.
 
     Raises ValueError for values out of range, TypeError for an unknown name.

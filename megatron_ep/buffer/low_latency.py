@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megatron_ep import _C
@@ -16,6 +17,8 @@ SEND, RECEIVE, SEND_AND_RECEIVE = map(int, (_C.Phase.send, _C.Phase.receive, _C.
 
 HOST_WARPS = 1
 SEEDED_WARPS = 3  # with a seed, more warps give more interleavings
+
+log = logging.getLogger(__name__)
 
 
 class LowLatencyRanks:
@@ -75,6 +78,13 @@ def connect_one_hop(group: Any) -> LowLatencyRanks | None:
         return None
     ranks = LowLatencyRanks(group, most, sizes.largest_row(group.config), None, sums_at_expert=True)
     group.live_backend().attach(ranks)
+    if ranks.max_tokens < most and 0 in group.ranks:
+        log.warning(
+            "Config.max_tokens is %d, but with more than %d tokens rings are faster here: only calls whose max_tokens "
+            "is at most that go in one hop",
+            most,
+            ranks.max_tokens,
+        )
     return ranks
 
 
