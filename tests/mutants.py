@@ -55,7 +55,7 @@ RUNS = {
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
     "queue": [["full"], ["turns"], ["told"], ["put"], *SEEDS],
-    "low_latency": [["arrive"], *SEEDS, ["absent"], ["masked"]],
+    "low_latency": [["arrive"], *SEEDS, ["absent"], ["unfit"], ["ids"], ["masked"]],
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],
     "low_latency_queue": SEEDS[2:],

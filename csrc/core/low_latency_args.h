@@ -116,7 +116,8 @@ struct LowLatencyArgs {
     // Number of the dispatch whose layout this call of the normal API uses, which ranks must agree
     // on; null: the call makes a layout, or is of the low-latency mode.
     const uint64_t* layout_call = nullptr;
-    uint32_t resets_since_made = 0;  // resets since the layout was made
+    static constexpr uint64_t kGivenUp = ~uint64_t{0};  // *layout_call, of a dispatch that failed
+    uint32_t resets_since_made = 0;                     // resets since the layout was made
     // With lines: one row per token that arrives, in the order of (source rank, token), instead of
     // one for each of its experts here. Its weights are then [max_rows, K].
     bool is_flat = false;

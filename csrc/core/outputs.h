@@ -14,7 +14,7 @@ namespace ep {
 // integer types.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
-    static constexpr int kParts = 6;
+    static constexpr int kParts = 7;
 
     struct Part {
         char* data;
@@ -44,7 +44,9 @@ EP_HD Outputs outputs_of(const CombineArgs& args) {
             nullptr};
 }
 
-// Includes the layout, because computations on the rows read its counts and output rows.
+// Includes the layout, because computations on the rows read its counts and output rows, and the
+// call's number, by which later calls with the layout know that it is none
+// (LowLatencyArgs::kGivenUp).
 EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
     // A host that waits has taken the counts before, or takes none, and its memory may be gone.
@@ -54,6 +56,7 @@ EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
              {args.recv_scales, args.recv_scale_bytes()},
              {args.recv_weights, rows * args.weights_per_row() * args.format.weight_bytes},
              {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)},
+             {reinterpret_cast<char*>(args.call), sizeof(*args.call)},
              {reinterpret_cast<char*>(args.tokens_per_expert), counts * sizeof(int64_t)},
              {reinterpret_cast<char*>(args.recv_experts),
               args.recv_experts ? rows * args.format.topk * sizeof(int32_t) : 0}},

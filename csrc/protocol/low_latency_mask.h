@@ -321,11 +321,21 @@ EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
 //
 // send() and receive(): a warp's share; false: it ended badly.
 //
+// Whether the layout that a call uses, if any, is that of a dispatch that has not failed: after a
+// reset of the buffer its handle may still be used. The first warp fails the call otherwise.
+template <WarpLike W, class F, class Args>
+EP_FN bool has_layout(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    if (!call.args.layout_call || *call.args.layout_call != Args::kGivenUp) return true;
+    if (team.warp == 0) warp.fail(Outcome::NoLayout, Wait::None, WaitCondition{});
+    return false;
+}
+
 // Halves of one launch end together, but with masking other ranks wait for all that this one sends.
 // A rank that the sending half left out is left out of the receiving half, too.
 template <LowLatencyLaunches kLaunches, WarpLike W, class F, class Args, class Send, class Receive>
 EP_FN Ended run_halves(W& warp, const LowLatencyCall<F, Args>& call, const Team& team, Send&& send,
                        Receive&& receive) {
+    if (!has_layout(warp, call, team)) return Ended::Failed;
     if constexpr (sends(kLaunches)) {
         if (!may_send(warp, call, team)) return Ended::Failed;
         if (!send()) return Ended::Failed;

@@ -128,11 +128,11 @@ def dispatch(
         x or topk_weights requires a gradient. Rows that do not fit are omitted and reported in `overflow`.
     max_recv_tokens: fixes R. Rows of x after the last expert's are undefined, or zeros if x or topk_weights requires a
         gradient. Rows beyond R are omitted. A token is omitted completely (zeros) if it is not among the first R to
-        arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are
-        reported in `overflow`. On a GPU the call is then free of host waits, as CUDA graphs require, so invalid ids in
-        topk_idx are found later, by the next call or `synchronize`. With several nodes and different T, R must also be
-        at least the number of tokens that any rank sends to another node, and the ranks of that node must have room for
-        them.
+        arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T), or
+        W * Config.max_tokens if that is more. Both are reported in `overflow`. On a GPU the call is then free of host
+        waits, as CUDA graphs require, so invalid ids in topk_idx are found later, by the next call or `synchronize`.
+        With several nodes and different T, R must also be at least the number of tokens that any rank sends to another
+        node, and the ranks of that node must have room for them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 are sent as results of `float8.quantize`
         and received as those of `float8.dequantize`, in x's dtype. Their gradient is that of unrounded rows, sent in
         x's dtype. None: rows are sent unchanged.
@@ -146,8 +146,9 @@ def dispatch(
         `Config.max_tokens`, which must be given with it. Calls with few tokens go in one hop: see docs/tuning.md.
         Results are the same, bit for bit, but for sums over several nodes, which have the bits that they have in one.
 
-    Raises ValueError for an invalid argument before anything is sent; other ranks then get EPAbortError. Raises
-    EPTimeoutError if another rank does not take part, EPOverflowError if max_recv_tokens is too small for the rows that
+    Raises ValueError for an invalid argument before anything is sent, on a GPU in one hop for ids while rows are sent;
+    other ranks then get EPAbortError, from this call or the next. Raises EPTimeoutError if another rank does not take
+    part, EPOverflowError if max_recv_tokens is too small for the rows that
     only pass through this rank.
     """
     is_traced = torch.compiler.is_compiling()

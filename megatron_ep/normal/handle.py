@@ -84,7 +84,8 @@ class RankHandle:
 
     def take_rows(self, rows: int) -> None:
         """Keeps only the first rows, once their number is known."""
-        self.counts = self.counts._replace(rows=rows)
+        num_tokens, _, received, rail = self.counts
+        self.counts = RowCounts(num_tokens, rows, received, rail)
         if self._dst_rows is not None:
             self._dst_rows = self._dst_rows[:rows]
 
@@ -93,6 +94,10 @@ class RankHandle:
         if self._dst_rows is None:
             self._dst_rows = self._table(0, self.counts.received).view(-1, self.topk)
         return self._dst_rows
+
+    @dst_rows.setter
+    def dst_rows(self, table: torch.Tensor) -> None:
+        self._dst_rows = table
 
     @property
     def rail_experts(self) -> torch.Tensor:

@@ -12,12 +12,12 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, RowCounts
-from megatron_ep.buffer.low_latency import LowLatencyRanks
+from megatron_ep.buffer.low_latency import RECEIVE, LowLatencyRanks
 from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import Handle, RankHandle
 from megatron_ep.normal.plan import Maybe, Maybes, Outputs, Tensor, Tensors
-from megatron_ep.normal.row_counts import least_rows, max_arrivals
+from megatron_ep.normal.row_counts import least_rows, max_arrivals, room_for
 from megatron_ep.reference import SCALE_BLOCK
 
 # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
@@ -54,111 +54,140 @@ class OneHopDispatchPlan:
         assert request is not None
         launches = _launches_of(group)
         self.topk, self.one_hop, self.hidden, self.dtype = handle.topk, request, xs[0].shape[1], xs[0].dtype
-        self.is_flat = handle.is_flat
-        self.is_new, self.offsets = handle.request is not None, launches.offsets(handle.topk)
-        self.waits = request.max_recv_tokens is None
+        self.is_flat, self.device, self.local_experts = handle.is_flat, group.device, group.num_local_experts
+        self.is_new, offsets = handle.request is not None, launches.offsets(handle.topk)
+        self.layout_size = offsets["size"]
+        self.call_offset, self.experts_offset = (4 * offsets[part] for part in ("dispatch_call", "experts"))
+        self.waits = self.is_new and request.max_recv_tokens is None
+        self.checks_ids = self.is_new and self.device.type == "cpu"  # on a GPU the kernels do
         self.num_tokens = [x.shape[0] for x in xs]
         self.scale_type = None if scales is None else (scales[0].shape[1], scales[0].dtype)
         self.weight_dtype = None if weights is None else weights[0].dtype
         is_aligned = request.expert_alignment > 1 and not self.is_flat
+        has_fixed_rows = request.max_recv_tokens is not None
         has_padding = is_aligned or request.expert_capacity > 0
-        self.clears_rows = is_aligned or (clears_end and (has_padding or not self.waits))
-        world, local_experts = group.topology.world_size, group.num_local_experts
-        self.room = request.max_recv_tokens or request.expert_capacity * local_experts
-        if not self.room:
-            grouped = min(self.topk, local_experts), local_experts * (request.expert_alignment - 1)
-            copies, padding = (1, 0) if self.is_flat else grouped
-            self.room = world * launches.max_tokens * copies + padding
+        self.clears_rows = is_aligned or (clears_end and (has_padding or has_fixed_rows))
+        world = group.topology.world_size
+        self.rows = request.max_recv_tokens or request.expert_capacity * self.local_experts  # 0: the host waits for it
+        copies, padding = min(self.topk, world if self.is_flat else group.config.num_experts), 0
+        if is_aligned:
+            padding = self.local_experts * (request.expert_alignment - 1)
+        self.usual_rows = [tokens * copies + padding for tokens in self.num_tokens]  # if all ranks get as many
         members = {
             "index_bytes": handle.topk_idx[0].element_size() if self.is_new else torch.int32.itemsize,
             "expert_alignment": request.expert_alignment,
             "expert_rows": request.expert_capacity,
-            "clears_weights": (self.is_flat or weights is not None) and (has_padding or not self.waits),
+            "clears_weights": (self.is_flat or weights is not None) and (has_padding or has_fixed_rows),
             "is_flat": self.is_flat,
-            "host_waits": self.is_new and self.waits,
+            "host_waits": self.waits,
         }
         scale_dtype = None if scales is None else scales[0].dtype
         row = _format_of(launches, self.topk, xs[0], scale_dtype, self.weight_dtype)
         of_ranks, most = [], world * launches.max_tokens
         for tokens in self.num_tokens:
-            received = max_arrivals(request.max_recv_tokens or most, request.expert_capacity, tokens, world)
+            received = max_arrivals(group, request.max_recv_tokens or most, request.expert_capacity, tokens)
             limit = received if received < most and not self.is_flat else 0  # flat tokens beyond R have no row
             of_ranks.append(members | {"num_tokens": tokens, "max_received": limit})
         self.call = launches.launcher.prepare_dispatch(row, of_ranks, DISPATCH_PER_LAUNCH)
 
     def run(self, handle: Handle, backend: Backend, xs: Tensors, scales: Maybes, weights: Maybes) -> list[Outputs]:
         """See `megatron_ep.normal.plan.DispatchPlan`."""
-        group, launches, stream = handle.group, _launches_of(handle.group), backend.current_stream()
-        ids, handle.request, handle.topk_idx = handle.topk_idx, None, ()
+        group, ids, stream = handle.group, handle.topk_idx, backend.current_stream()
+        handle.request, handle.topk_idx = None, ()
+        if self.checks_ids:
+            for number, idx in zip(group.ranks, ids, strict=True):
+                expert_ids.check(idx, group.config.num_experts, number if len(ids) > 1 else None)
+        given, resets = (ids, xs, scales, weights), group.resets - handle.made_after_resets
+        ranks = handle.ranks
         if self.is_new:
-            self._check_ids(group, ids)
-        else:
-            _check(handle, backend, stream)
-        parts: list[Outputs] = []
-        made: list[RankHandle] = []
-        per_launch: tuple[Any, ...] = ()
-        for i, x in enumerate(xs):
-            # Another dispatch with a handle's layout makes the same layout again, in other memory.
-            layout = torch.empty(self.offsets["size"], dtype=torch.int32, device=group.device)
-            counts, experts, rows, layout_call = None, None, self.room, 0
-            chosen: Any
-            if self.is_new:
-                counts, chosen = backend.new_counts(group.num_local_experts, wait=self.waits, index=i), ids[i]
-                if self.is_flat:
-                    experts = torch.empty(rows, self.topk, dtype=torch.int32, device=group.device)
-                of_rank = RowCounts(self.num_tokens[i], rows, 0, 0)
-                made.append(RankHandle(self.topk, of_rank, layout, counts, stream, dst_rows=experts))
-            else:
-                rows, before = handle.ranks[i].rows, handle.ranks[i].layout.data_ptr()
-                chosen, layout_call = (before + 4 * self.offsets[part] for part in ("experts", "dispatch_call"))
-            out, out_scales, probs = parts_of_rank = self._new_outputs(backend, rows)
-            parts.append(parts_of_rank)
-            call = layout.data_ptr() + 4 * self.offsets["dispatch_call"]
-            per_launch += (layout, call, chosen, x, scales and scales[i], weights and weights[i])
-            per_launch += (out, out_scales, probs)
-            per_launch += (experts, counts, rows, layout_call, handle.resets_since_made)
-        counted = launches.launch(backend, self.call, stream, per_launch)
-        group.calls.note("dispatch", id((made or handle.ranks)[0].layout))
-        if (aborted := backend.aborted()) is not None:
-            if made and self.waits and aborted[0] == "bad_input" and aborted[1] in group.ranks:  # found by a GPU
-                expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)
-            group.raise_if_aborted()
-        if made and self.waits:
-            parts = [self._taken(backend, *each) for each in zip(made, parts, counted[0], strict=True)]
-        handle.ranks = made or handle.ranks
+            ranks = []
+            for i in range(len(xs)):
+                layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
+                counts = backend.new_counts(self.local_experts, wait=self.waits, index=i)
+                room = RowCounts(self.num_tokens[i], self.rows or self._expected(group, i), 0, 0)
+                ranks.append(RankHandle(self.topk, room, layout, counts, stream))
+        parts, values = self._arguments(backend, ranks, stream, resets, *given)
+        launches: Any = group.one_hop
+        counted = launches.launch(backend, self.call, stream, values)
+        group.calls.note("dispatch", id(ranks[0].layout))
+        if backend.aborted() is not None:
+            self._raise(group, backend, ids)
+        if self.waits:
+            if not self.rows:
+                totals = counted[0]
+                if any(map(_lacks_room, ranks, totals)):
+                    # What other ranks have sent stays in the heap until this rank's next dispatch, and is received
+                    # once more. The guess was wrong, and its memory can hold tensors of the exact size.
+                    del parts, values
+                    for rank, total in zip(ranks, totals, strict=True):
+                        rank.take_rows(total.expert_rows)
+                    parts, values = self._arguments(backend, ranks, stream, resets, *given)
+                    backend.launch(launches.launcher, self.call, RECEIVE, stream, values, launches)
+                    if backend.aborted() is not None:
+                        self._raise(group, backend, ids)
+                for i, rank in enumerate(ranks):
+                    parts[i] = _taken(rank, parts[i], totals[i].expert_rows)
+                group.last_counts = RowCounts(self.num_tokens[0], *2 * (totals[0].expert_rows,), 0)
+            for rank in ranks:
+                rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
+        handle.ranks = ranks
         return parts
 
-    def _check_ids(self, group: RankGroup, ids: Tensors) -> None:
-        """Raises ValueError for invalid ids on the CPU. On a GPU the kernels find them."""
-        if group.device.type == "cpu":
-            for rank, idx in zip(group.ranks, ids, strict=True):
-                expert_ids.check(idx, group.config.num_experts, rank if len(ids) > 1 else None)
+    def _expected(self, group: RankGroup, i: int) -> int:
+        """Returns the rows to allocate for a rank before their number is known: see `row_counts.expected`."""
+        last = group.last_counts
+        if last is None or last.num_tokens != self.num_tokens[i] or len(self.num_tokens) > 1:
+            return room_for(self.usual_rows[i])
+        return room_for(last.received if self.is_flat else last.rows)
 
-    def _taken(self, backend: Backend, rank: RankHandle, outputs: Outputs, totals: _C.Totals) -> Outputs:
-        """Returns the outputs with the rows for which the host has waited. Copies them if much room is unused."""
-        rank.tokens_per_expert = backend.taken_counts(rank.tokens_per_expert)
-        rows, room = totals.expert_rows, rank.counts
-        rank.take_rows(rows)
-        if rows < least_rows(room):
-            out, scales, probs = outputs
-            scales, probs = (tensor if tensor is None else tensor[:rows].clone() for tensor in (scales, probs))
-            return out[:rows].clone(), scales, probs
-        for tensor in outputs:
-            if tensor is not None:
-                tensor.resize_(rows, *tensor.shape[1:])
-        return outputs
+    def _raise(self, group: RankGroup, backend: Backend, ids: Tensors) -> None:
+        """Raises the failure that has aborted the backend, unless it came after the end of this call."""
+        aborted = backend.aborted()
+        if self.waits and aborted is not None and aborted[0] == "bad_input" and aborted[1] in group.ranks:
+            expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)  # a GPU has found them
+        group.raise_if_aborted()
 
-    def _new_outputs(self, backend: Backend, rows: int) -> Outputs:
-        out = backend.new_output((rows, self.hidden), self.dtype)
-        scales = probs = None
-        if self.scale_type is not None:
-            scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
-        if self.weight_dtype is not None:
-            shape = (rows, self.topk) if self.is_flat else (rows,)
-            probs = backend.new_output(shape, self.weight_dtype)
-        if self.clears_rows:
-            fill_with_zeros(out, scales)
-        return out, scales, probs
+    def _arguments(
+        self,
+        backend: Backend,
+        ranks: list[RankHandle],
+        stream: int,
+        resets: int,
+        ids: Tensors,
+        xs: Tensors,
+        scales: Maybes,
+        weights: Maybes,
+    ) -> tuple[list[Outputs], tuple[Any, ...]]:
+        """Allocates the outputs and returns them with the arguments of the launch that fills them."""
+        parts: list[Outputs] = []
+        given: tuple[Any, ...] = ()
+        for i, rank in enumerate(ranks):
+            rows, layout, counts, experts, layout_call = rank.counts.rows, rank.layout, None, None, 0
+            chosen: Any
+            if self.is_new:
+                chosen, counts = ids[i], rank.tokens_per_expert
+                if self.is_flat:
+                    experts = rank.dst_rows = torch.empty(rows, self.topk, dtype=torch.int32, device=self.device)
+            else:
+                # Another dispatch with a handle's layout makes the same layout again, in other memory.
+                if rank.made_on != stream:
+                    backend.keep_for_launch([layout], rank.made_on)
+                before = layout.data_ptr()
+                chosen, layout_call = before + self.experts_offset, before + self.call_offset
+                layout = torch.empty(self.layout_size, dtype=torch.int32, device=self.device)
+            out = backend.new_output((rows, self.hidden), self.dtype)
+            out_scales = probs = None
+            if self.scale_type is not None:
+                out_scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
+            if self.weight_dtype is not None:
+                shape = (rows, self.topk) if self.is_flat else (rows,)
+                probs = torch.empty(shape, dtype=self.weight_dtype, device=self.device)
+            if self.clears_rows:
+                fill_with_zeros(out, out_scales)
+            given += (layout, layout.data_ptr() + self.call_offset, chosen, xs[i], scales and scales[i])
+            given += (weights and weights[i], out, out_scales, probs, experts, counts, rows, layout_call, resets)
+            parts.append((out, out_scales, probs))
+        return parts, given
 
 
 class OneHopCombinePlan:
@@ -166,11 +195,14 @@ class OneHopCombinePlan:
 
     def __init__(self, handle: Handle, xs: Tensors, weights: Maybes):
         launches = _launches_of(handle.group)
-        self.offsets, self.topk = launches.offsets(handle.topk), handle.topk
+        offsets, self.device = launches.offsets(handle.topk), handle.group.device
+        self.call_offset, self.layout_call_offset = (4 * offsets[part] for part in ("combine_call", "dispatch_call"))
+        self.topk, self.hidden, self.dtype = handle.topk, xs[0].shape[1], xs[0].dtype
+        self.num_tokens = [rank.num_tokens for rank in handle.ranks]
         self.weight_dtype = None if weights is None else weights[0].dtype
         row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
         common = {"sum_at_expert": True, "is_flat": handle.is_flat}
-        members = [common | {"num_tokens": rank.num_tokens} for rank in handle.ranks]
+        members = [common | {"num_tokens": tokens} for tokens in self.num_tokens]
         self.call = launches.launcher.prepare_combine(row, members, COMBINE_PER_LAUNCH)
 
     def run(
@@ -179,43 +211,54 @@ class OneHopCombinePlan:
         """See `megatron_ep.normal.plan.CombinePlan`."""
         assert not biases
         group, stream = handle.group, backend.current_stream()
-        _check(handle, backend, stream)
+        resets = group.resets - handle.made_after_resets
         parts: list[tuple[Tensor, Maybe]] = []
-        per_launch: tuple[Any, ...] = ()
+        given: tuple[Any, ...] = ()
         for i, rank in enumerate(handle.ranks):
-            y = backend.new_output((rank.num_tokens, xs[i].shape[1]), xs[i].dtype)
-            y_weights = None
+            if rank.made_on != stream:
+                backend.keep_for_launch([rank.layout], rank.made_on)
+            y, y_weights = backend.new_output((self.num_tokens[i], self.hidden), self.dtype), None
             if self.weight_dtype is not None:
-                y_weights = torch.empty(rank.num_tokens, self.topk, dtype=self.weight_dtype, device=group.device)
-            parts.append((y, y_weights))
-            call, layout_call = (
-                rank.layout.data_ptr() + 4 * self.offsets[part] for part in ("combine_call", "dispatch_call")
-            )
-            factors: Maybe = None if row_weights is None else row_weights[i]
+                y_weights = torch.empty(self.num_tokens[i], self.topk, dtype=self.weight_dtype, device=self.device)
+            layout = rank.layout.data_ptr()
+            factors: Any = row_weights and row_weights[i]
             if factors is not None and not factors.numel():
-                factors = rank.layout  # an empty tensor has the address 0, but the call is weighted all the same
-            per_launch += (rank.layout, call, xs[i], weights and weights[i], factors, y, y_weights)
-            per_launch += (rank.rows, layout_call, handle.resets_since_made)
-        _launches_of(group).launch(backend, self.call, stream, per_launch)
+                factors = layout  # an empty tensor has the address 0, but the call is weighted all the same
+            given += (layout, layout + self.call_offset, xs[i], weights and weights[i], factors, y, y_weights)
+            given += (rank.counts.rows, layout + self.layout_call_offset, resets)
+            parts.append((y, y_weights))
+        launches: Any = group.one_hop
+        launches.launch(backend, self.call, stream, given)
         group.calls.note("combine", id(handle.ranks[0].layout))
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts
 
 
+def _lacks_room(rank: RankHandle, totals: _C.Totals) -> bool:
+    return bool(totals.expert_rows > rank.counts.rows)
+
+
+def _taken(rank: RankHandle, outputs: Outputs, rows: int) -> Outputs:
+    """Returns the outputs with the rows for which the host has waited. Copies them if much room is unused."""
+    room = rank.counts
+    if rows == room.rows:
+        return outputs
+    rank.take_rows(rows)
+    if rows < least_rows(room):
+        out, scales, probs = (None if tensor is None else tensor.narrow_copy(0, 0, rows) for tensor in outputs)
+        assert out is not None
+        return out, scales, probs
+    for tensor in outputs:
+        if tensor is not None:
+            tensor.resize_(rows, *tensor.shape[1:])
+    return outputs
+
+
 def _launches_of(group: RankGroup) -> LowLatencyRanks:
     group.live_backend()  # raises if the buffer is closed
     assert group.one_hop is not None, "a handle in one hop has a group with these launches"
     return group.one_hop
-
-
-def _check(handle: Handle, backend: Backend, stream: int) -> None:
-    """Keeps the handle's memory for the next launch. Raises ValueError if its dispatch was given up, after a reset."""
-    for rank in handle.ranks:
-        if rank.made_on != stream:
-            backend.keep_for_launch([rank.layout], rank.made_on)
-        if handle.resets_since_made and int(rank.layout[OVERFLOW]) == -1:
-            raise ValueError("handle is of a dispatch that failed before the buffer's reset, must be of a later one")
 
 
 def _format_of(

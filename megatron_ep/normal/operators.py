@@ -138,7 +138,7 @@ def _(
     for idx in topk_idx:
         num_tokens = idx.shape[0]
         if is_fixed:
-            received = max_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
+            received = max_arrivals(group, max_recv_tokens, expert_capacity, num_tokens)
             rail = max_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
             rows.append(max_recv_tokens)
         else:

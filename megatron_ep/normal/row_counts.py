@@ -20,13 +20,17 @@ MOST_EMPTY = 1 / 8
 FEW_ROWS = 64  # rows that do not matter in either case
 
 
-def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
+def max_arrivals(group: RankGroup, max_recv_tokens: int, expert_capacity: int, num_tokens: int) -> int:
     """Returns the number of arriving tokens that tables have room for if the host does not wait for counts.
 
     Further tokens are dropped. Without a capacity, max_recv_tokens tokens fill all rows. With one, tokens of a full
-    expert take no row, so there is room for all tokens, if no rank has more than this one.
+    expert take no row, so there is room for all tokens, if no rank has more than this one, or than `Config.max_tokens`.
     """
-    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
+    if expert_capacity == 0:
+        return max_recv_tokens
+    promised = group.config.max_tokens
+    tokens = num_tokens if promised is None else max(num_tokens, promised)
+    return max(max_recv_tokens, group.topology.world_size * tokens)
 
 
 def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
@@ -43,7 +47,7 @@ def most(group: RankGroup, request: CountRequest, num_tokens: int) -> RowCounts:
     """Returns the rows that max_recv_tokens gives room for, if the host does not wait for counts."""
     rows = request.max_recv_tokens
     assert rows is not None
-    received = max_arrivals(rows, request.expert_capacity, num_tokens, group.topology.world_size)
+    received = max_arrivals(group, rows, request.expert_capacity, num_tokens)
     return RowCounts(num_tokens, rows, received, max_rail_rows(group.topology, rows, received, num_tokens))
 
 
@@ -53,12 +57,17 @@ def expected(group: RankGroup, request: CountRequest, num_tokens: int, is_flat: 
     last = group.last_counts
     if last is None or not group.live_backend().speculates or last.num_tokens != num_tokens:
         return None
-    rows, received, rail = (count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last[1:])
+    rows, received, rail = (room_for(count) if count else 0 for count in last[1:])
     if is_flat:  # tables and tensors have the same rows, and unused rows are marked in both
         rows = received
     elif request.expert_capacity:
         rows = request.expert_capacity * group.num_local_experts
     return RowCounts(num_tokens, rows, received, rail)
+
+
+def room_for(rows: int) -> int:
+    """Returns the number of rows to allocate where the last dispatch needed `rows`."""
+    return rows + int(MORE_ROWS * rows) + FEW_ROWS
 
 
 def least_rows(room: RowCounts) -> int:

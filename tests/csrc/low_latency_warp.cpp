@@ -4,6 +4,8 @@
 //
 //     low_latency_warp FIRST_SEED END_SEED
 //     low_latency_warp absent
+//     low_latency_warp unfit
+//     low_latency_warp ids
 //     low_latency_warp masked
 //     low_latency_warp arrive
 //
@@ -321,6 +323,51 @@ void run_absent() {
     }
 }
 
+// Both halves of the first dispatch of two ranks; every second one by lines if the fabric keeps
+// them.
+struct TwoRanks {
+    LowLatencyProgram program;
+    Grid grid;
+
+    explicit TwoRanks(uint64_t order)
+        : program(seed_of_ranks(2), nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, false,
+                  order % 2 && Ranks::Params::Fabric::kKeepsLines),
+          grid(program, order, 10'000'000'000) {}
+    LowLatencyProgram::Part& part(int rank) { return program.parts[rank][0]; }
+    void run() { grid.run({{0, {0, true, true}}, {1, {0, true, true}}}); }
+    void check_ended(Outcome outcome) {
+        for (const ControlBlock& control : program.controls) {
+            if (control.abort != ControlBlock::abort_word(outcome, 0))
+                simt::die("a rank is not told that another gave up, and why");
+        }
+        const Incident& incident = grid.report(0).incidents[0];
+        if (incident.outcome != outcome || incident.rank != 0)
+            simt::die("what a rank gave up for is not reported");
+        if (!is_poison(outputs_of(part(0).dispatch)))
+            simt::die("what a call that was given up left looks like data");
+    }
+};
+
+// Rank 0's call uses the layout of a dispatch that was given up.
+void run_unfit(uint64_t order) {
+    TwoRanks two(order);
+    uint64_t of_ranks[] = {LowLatencyArgs::kGivenUp, 7};
+    for (const int rank : {0, 1}) two.part(rank).dispatch.layout_call = &of_ranks[rank];
+    two.run();
+    two.check_ended(Outcome::NoLayout);
+}
+
+// An id of rank 0's last token is invalid: its host, which waits for the number of rows, is not
+// told one, whichever warp comes first.
+void run_invalid_ids(uint64_t order) {
+    TwoRanks two(order);
+    if (two.part(0).ids.size() == 0) simt::die("no token has an id");
+    two.part(0).ids[two.part(0).ids.size() - 1] = two.program.experts;
+    two.run();
+    two.check_ended(Outcome::BadInput);
+    if (two.part(0).reported.ticket) simt::die("the host is told the rows of invalid ids");
+}
+
 // Each warp writes a row, by the copy engine, and arrives: the last one can read all of them.
 void run_arrive(uint64_t seed) {
     constexpr size_t kBytes = 4096;
@@ -348,6 +395,16 @@ void run_arrive(uint64_t seed) {
 
 constexpr simt::Named kNamed[] = {
     {"absent", run_absent, "an absent rank is reported"},
+    {"unfit",
+     [] {
+         for (uint64_t order = 0; order < 4; ++order) run_unfit(order);
+     },
+     "an unfit handle is reported"},
+    {"ids",
+     [] {
+         for (uint64_t order = 0; order < 40; ++order) run_invalid_ids(order);
+     },
+     "invalid ids are reported"},
     {"masked",
      [] {
          run_masked();

@@ -78,3 +78,46 @@ def test_in_a_graph(layout):
         in_one_hop.synchronize()
         del graph, captured
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("promise", [64, 4096], ids=["in one hop", "through rings"])
+@run_on("ranks")
+def test_a_handle_from_before_a_reset_in_a_graph(promise):
+    """It may be captured without a call before, and does not let the host wait."""
+    set_device()
+    with ep.Buffer(None, ep.Config(E, max_tokens=64, timeout=20), ep.Topology(1, W), device="cuda") as buffer:
+        x, ids, _ = inputs(0)
+        received = ep.dispatch(x, ids, buffer=buffer, max_tokens=promise)
+        expected = ep.combine(received.x, received.handle)
+        buffer.synchronize()
+        buffer.reset()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ep.combine(received.x, received.handle)
+            again = ep.dispatch(x, handle=received.handle)
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected) and torch.equal(again.x, received.x)
+        dist.barrier()
+        del graph, y, again
+        torch.cuda.synchronize()
+
+
+@run_on("ranks")
+def test_invalid_ids_are_refused_by_the_dispatch_that_has_them():
+    """Those of the last of many tokens, although the host hears of its rows before the end of the dispatch."""
+    set_device()
+    with ep.Buffer(None, ep.Config(E, max_tokens=512, timeout=20), ep.Topology(1, W), device="cuda") as buffer:
+        for i in range(20):
+            x = torch.ones(512, 2048, device="cuda", dtype=torch.bfloat16)
+            ids = torch.rand(512, E, device="cuda").topk(K).indices
+            if buffer.rank == 0:
+                ids[-1, -1] = E if i % 2 else ids[-1, 0]
+            with pytest.raises(ValueError if buffer.rank == 0 else ep.EPAbortError):
+                ep.dispatch(x, ids, buffer=buffer)
+                buffer.synchronize()
+                ep.dispatch(x, ids, buffer=buffer)
+            dist.barrier()
+            buffer.reset()

@@ -99,6 +99,10 @@ MUTANTS: Table = {
             "run_halves: sends into a bank that is not released",
             "if (!may_send(warp, call, team)) return Ended::Failed;",
         ),
+        ("run_halves: a layout that was given up", "if (!has_layout(warp, call, team)) return Ended::Failed;"),
+    ],
+    ("protocol/low_latency_dispatch.h", "low_latency"): [
+        ("dispatch: rows are reported before all ids are checked", "if (!notes_starts(team)) …;", "return true;"),
     ],
     ("fabric/cuda/p2p_fabric.h", "low_latency"): [
         ("p2p signal_to of low latency: the rank's scope", LL_SIGNAL, SYSTEM, RANK),

@@ -2,15 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case, drawn
 from nightly import a_third, at_night
 from process_cases import SIZES, Inputs, bits, check_cases, results
 from run_on import run_on
 
 import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.buffer import low_latency
+from megatron_ep.buffer.low_latency import RECEIVE
 
 W = 4
 
@@ -87,6 +92,19 @@ def test_which_calls_go_in_one_hop():
         assert not goes_in_one_hop(cluster)
 
 
+def test_a_promise_of_more_tokens_than_are_faster_is_warned_of(monkeypatch, caplog):
+    """As on a GPU, where its SMs limit how many these are."""
+    monkeypatch.setattr(low_latency, "LowLatencyRanks", lambda *_, **options: SimpleNamespace(max_tokens=64))
+    backend = SimpleNamespace(attach=lambda part: None)
+    for promise, said in (
+        (64, []),
+        (1024, ["Config.max_tokens is 1024, but with more than 64 tokens rings are faster"]),
+    ):
+        group = SimpleNamespace(config=settings(max_tokens=promise), ranks=[0], live_backend=lambda: backend)
+        low_latency.connect_one_hop(group)
+        assert [record.getMessage().partition(" here")[0] for record in caplog.records] == said
+
+
 @pytest.mark.parametrize("layout", ["grouped", "flat"])
 @pytest.mark.parametrize("tokens", [(64,) * W, (60,) * W, (64, 0, 3, 1)], ids=["all", "most", "few"])
 def test_rows_take_little_more_memory_than_they_need(tokens, layout):
@@ -96,6 +114,66 @@ def test_rows_take_little_more_memory_than_they_need(tokens, layout):
     for out in (*received.x, *received.probs):
         rows = out.untyped_storage().nbytes() / (out.stride(0) * out.itemsize)
         assert out._base is None and len(out) <= rows <= len(out) / (1 - 1 / 8) + 128
+
+
+def run_guesses(layout):
+    """Rank 0 gets few rows, then many, then few, the other ranks none. How many rows this rank has allocated in each
+    dispatch, and for what."""
+    phases, asked = [], []
+    with ep.Buffer(None, settings(max_tokens=120)) as buffer:
+        backend, rank = buffer._group.live_backend(), buffer.rank
+        launch, new_output = backend.launch, backend.new_output
+
+        def noted(launcher, call, phase, *values):
+            phases.append(phase)
+            return launch(launcher, call, phase, *values)
+
+        def noted_output(shape, dtype):
+            asked.append(shape[0])
+            return new_output(shape, dtype)
+
+        for tokens_for_rank_0 in (30, 30, 120, 120, 30):
+            x, ids, weights = inputs((120,) * W, topk=1)
+            ids = [torch.where(torch.arange(120)[:, None] < tokens_for_rank_0, idx % 2, -1) for idx in ids]
+            asked.append("dispatch")
+            backend.launch, backend.new_output = noted, noted_output
+            received = ep.dispatch(x[rank], ids[rank], weights[rank], buffer=buffer, layout=layout)
+            backend.launch, backend.new_output = launch, new_output
+            if layout == "flat":
+                expected, flat_ids, probs, counts = reference.flat_dispatch(x, ids, weights, 8)
+                assert torch.equal(received.topk_idx, flat_ids[rank])
+            else:
+                expected, probs, counts = reference.dispatch(x, ids, weights, 8)
+            assert torch.equal(received.x, expected[rank]) and torch.equal(received.probs, probs[rank])
+            assert torch.equal(received.tokens_per_expert, counts[rank]) and not received.overflow.any()
+            assert torch.equal(ep.combine(received.x, received.handle), x[rank] * (ids[rank] >= 0))
+            assert torch.equal(ep.dispatch(x[rank], handle=received.handle).x, received.x)
+        dist.barrier()
+        calls = [status.entered for status in backend.rank_statuses()]
+        assert calls == calls[:1] * W, "who receives a call once more does not count it once more"
+        dist.barrier()
+    return asked, [phase == RECEIVE for phase in phases]
+
+
+@pytest.mark.parametrize("layout", ["grouped", "flat"])
+def test_about_as_many_rows_as_last_time(ranks, layout):
+    """A rank with more rows than it made room for receives them once more, into memory for all of them."""
+    asked, receives = ranks.run(run_guesses, layout)[0]
+    few, many = 191, 574  # 120 and 480, a sixteenth and 64 more
+    calls = ["dispatch", few, "dispatch", few, "dispatch", few, 480, "dispatch", many, "dispatch", many]
+    assert asked == calls and receives == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 17], ids=["in one hop", "through rings"])
+def test_a_promise_bounds_the_tokens_that_arrive(max_tokens):
+    """Rank 0 has no tokens and room for 40 rows. Of 48 tokens of other ranks 40 want one expert, which takes 20."""
+    x, _, _ = inputs((0, 16, 16, 16))
+    ids = torch.where(torch.arange(48) < 40, 0, 1).view(48, 1)
+    ids = [ids[:0], ids[:16], ids[16:32], ids[32:]]
+    with ep.LocalCluster(1, W, settings()) as cluster:
+        received = ep.dispatch(x, ids, buffer=cluster, expert_capacity=20, max_recv_tokens=40, max_tokens=max_tokens)
+        assert (received.handle.one_hop is None) == (max_tokens == 17)
+    assert torch.equal(received.x[0][20:28], torch.cat(x)[40:])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +233,7 @@ def test_a_rank_that_stops_anywhere(wait, nodes):
 
     dispatches = []
     with ep.LocalCluster(nodes, W // nodes, settings(), seed=wait, stalled=(1, wait)) as cluster:
-        with pytest.raises(ep.EPTimeoutError, match="low-latency"):
+        with pytest.raises(ep.EPTimeoutError, match="one_hop"):
             for _ in range(40):
                 layer(cluster)
         failed = [received for received in dispatches if received.overflow[1].item() == -1]
@@ -165,8 +243,9 @@ def test_a_rank_that_stops_anywhere(wait, nodes):
         expected = layer(cluster)
         for received in dispatches[:-1]:
             if received.handle in [lost.handle for lost in failed]:
-                with pytest.raises(ValueError, match="handle is of a dispatch that failed before the buffer's reset"):
+                with pytest.raises(ep.EPError, match="rank 1 used the handle of a dispatch that failed"):
                     ep.combine(received.x, received.handle)
+                cluster.reset()
             else:
                 ep.combine(received.x, received.handle)
         assert all(torch.equal(a, b) for a, b in zip(layer(cluster), expected, strict=True))

@@ -154,7 +154,11 @@ def test_the_memory_of_a_wrong_guess_holds_the_rows():
         ids[:rows_of_expert] = 0
         made, asked, backend.new_output = [], [], noted
         x = torch.randn(800, HIDDEN)
-        found = run_together(buffers, lambda buffer: ep.dispatch([x], [ids], buffer=buffer))
+
+        def work(buffer, x=x, ids=ids):
+            return ep.dispatch([x], [ids], buffer=buffer)
+
+        found = run_together(buffers, work)
         assert len(found[0].x[0]) == 2 * rows_of_expert
         backend.new_output = new_output
     assert backend.guesses == [True, False]

@@ -40,11 +40,18 @@ EP_FN uint64_t count_half(DeviceWarp& warp, const C& call, ControlBlock* control
     constexpr auto kSent = counter_of(C::kKind, LowLatencyHalf::Send);
     constexpr auto kReceived = counter_of(C::kKind, LowLatencyHalf::Receive);
     const bool one_hop = call.heap().sums_at_expert;
+    // Plain loads: launches of this rank alone write these, and arrivals order those of this one.
+    const auto last = [&](const Calls& calls) {
+        return calls.*(one_hop ? &Calls::transfer : kSent);
+    };
     // Launches follow each other, so a call is the first one that has not finished to be sent.
-    uint64_t number = control->finished.*(one_hop ? &Calls::transfer : kSent) + 1;
+    uint64_t number = last(control->finished) + 1;
     uint64_t* const counted = call.word(call.heap().counted(C::kKind, call.bank));
-    if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-        if (!one_hop) number = *counted;
+    if (one_hop) {  // a dispatch may be received once more, which is not counted
+        const uint64_t entered = last(control->entered);
+        number = enters ? entered + 1 : number < entered ? number : entered;
+    } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+        number = *counted;
     }
     Calls& calls = enters ? control->entered : control->finished;
     if (one_hop) {
