@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.fx.experimental import proxy_tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
@@ -236,6 +238,29 @@ def _(
 # ---- gradients: a dispatch's is a combine, a combine's is a dispatch
 
 
+def _save_results(operator: Any) -> None:
+    """Lets a compiled checkpoint save the results of the call that is being traced, and not repeat it: torch orders
+    calls with effects in a forward pass and in a backward pass, but cannot move one from the former to the latter.
+
+    Raises ValueError if the checkpoint's policy says that the call must be repeated.
+    """
+    mode, traced = proxy_tensor.get_proxy_mode(), []
+    for node in () if mode is None else reversed(mode.tracer.graph.nodes):
+        traced.append(node)  # the call, which has a token beside it, or what it returns
+        if operator in node.args[1:2]:
+            break
+    else:
+        return
+    for node in traced:
+        if node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE:
+            raise ValueError(
+                f"the policy of a checkpoint inside torch.compile returns MUST_RECOMPUTE for {operator}, must return "
+                "PREFER_RECOMPUTE or MUST_SAVE: a compiled graph cannot repeat it. Or compile inside the checkpoint"
+            )
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def _keep(ctx: Any, x: Tensors, weights: Tensors, scales: Tensors, buffer: int, tables: Sequence[Tensor]) -> None:
     ctx.buffer, ctx.has_weights, ctx.num_scales = buffer, bool(weights), len(scales)
     ctx.sizes, ctx.is_float8 = [t.shape[0] for t in x], x[0].dtype == torch.float8_e4m3fn
@@ -257,6 +282,7 @@ def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]
 
 
 def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    _save_results(dispatch_op)
     x, _, weights, scales, buffer, *_ = inputs
     _keep(ctx, x, weights, scales, buffer, output[len(output) - 3 * len(x) :])
 
@@ -267,6 +293,7 @@ def _dispatch_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
 
 
 def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    _save_results(dispatch_again_op)
     x, weights, scales, tables, buffer, *_ = inputs
     _keep(ctx, x, weights, scales, buffer, tables)
 
@@ -277,6 +304,7 @@ def _dispatch_again_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
 
 
 def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    _save_results(combine_op)
     x, weights, row_weights, tables, buffer, *_ = inputs
     _keep(ctx, x, weights, [], buffer, (*tables, *(x if row_weights else ()), *row_weights))
 

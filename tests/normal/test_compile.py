@@ -6,9 +6,10 @@ from unittest import mock
 import pytest
 import torch
 from cases import drawn
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
 from nightly import at_night
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import megatron_ep as ep
 from megatron_ep.normal import operators, plan
@@ -120,6 +121,64 @@ def test_no_call_is_left_out_moved_or_merged():
         assert len(chain) == count
         for before, after in itertools.pairwise(chain):  # each takes the token of the one before
             assert after.args[0].args[0] is before
+
+
+@pytest.mark.parametrize("partitioned", ["default", at_night("with least memory")])
+def test_a_compiled_checkpoint_sends_nothing_again(partitioned):
+    """Neither a full one nor one whose policy would rather recompute; one that must is refused."""
+    partition = default_partition if partitioned == "default" else min_cut_rematerialization_partition
+    keep = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    calls = []
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+
+        def layer(x, ids, weights):
+            rows = ep.dispatch([torch.sin(part) for part in x], ids, weights, buffer=cluster, max_recv_tokens=40)
+            y = ep.combine([torch.tanh(part) for part in rows.x], rows.handle, weights=rows.probs)
+            again = ep.dispatch([torch.cos(part) for part in y], topk_weights=weights, handle=rows.handle)
+            return ep.combine([torch.tanh(part) for part in again.x], again.handle)
+
+        def twice(run):
+            return lambda x, ids, weights: run(run(x, ids, weights), ids, weights)
+
+        def checkpointed(policy=None):
+            contexts = lambda: create_selective_checkpoint_contexts(lambda *_, **__: policy)  # noqa: E731
+            options = {} if policy is None else {"context_fn": contexts}
+            return lambda *given: checkpoint(layer, *given, use_reentrant=False, **options)
+
+        def noted(of):
+            launch = of.run
+            return mock.patch.object(of, "run", lambda *given: (calls.append(of.__name__), launch(*given))[1])
+
+        def compiled(policy):
+            torch._dynamo.reset()  # it does not look at policies when it looks for a graph that it has
+            return torch.compile(twice(checkpointed(policy)), fullgraph=True, backend=backend)
+
+        policies = (None, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+        with noted(plan.DispatchPlan), noted(plan.CombinePlan):
+            expected = outputs_and_gradients(twice(layer), *inputs((5, 7)))
+            made = calls[:]
+            for policy in policies:
+                calls.clear()
+                assert_all_equal(outputs_and_gradients(compiled(policy), *inputs((5, 7))), expected)
+                assert calls == made and len(made) == 16
+        never = compiled(CheckpointPolicy.MUST_RECOMPUTE)
+        says = r"returns MUST_RECOMPUTE for megatron_ep\.dispatch\.default, must return PREFER_RECOMPUTE or MUST_SAVE"
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=says):
+            never(*inputs((5, 7)))
+
+
+def test_a_checkpoint_of_a_compiled_call_sends_again():
+    """The way to recompute with torch.compile."""
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+
+        def layer(x, ids, weights):
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=40)
+            return ep.combine([torch.tanh(part) for part in rows.x], rows.handle, weights=rows.probs)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        checkpointed = lambda *given: checkpoint(compiled, *given, use_reentrant=False)  # noqa: E731
+        assert_all_equal(*(outputs_and_gradients(run, *inputs((5, 7))) for run in (layer, checkpointed)))
 
 
 def test_a_handle_from_outside_and_one_that_leaves():
