@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.megatron.layer import replaced
-from megatron_ep.megatron.shared_buffers import abort_peers_on_error, shared_buffer
+from megatron_ep.megatron.shared_buffers import abort_peers_on_error, shared_buffer, use
 from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance
@@ -151,6 +151,7 @@ class _Dispatched(torch.nn.Module):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         step = getattr(packed_seq_params, "_ep_sequences", None)
         if step is None or not step.is_of(packed_seq_params):
+            use(group, self)
             step = _plan_step(packed_seq_params, refusal, group, query, key, value)
         elif refusal:
             with abort_peers_on_error(group):

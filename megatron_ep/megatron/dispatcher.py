@@ -110,7 +110,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.backward_dtype = fp8_rows.gradient_dtype(self.options, config)
         self._groups = pg_collection
         count_layer(self.tp_ep_group)
-        expect(self.tp_ep_group)
+        expect(self.tp_ep_group, self)
         # These attributes have Megatron's names because its inference code changes them at run time.
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor

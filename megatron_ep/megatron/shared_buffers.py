@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,6 +31,7 @@ _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
 _options = options.Options()
 _buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
+_users: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 _expected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _closed_seconds = 0.0
 
@@ -81,9 +84,17 @@ def options_for(config: Any) -> options.Options:
     return options.Options(**chosen)
 
 
-def expect(group: dist.ProcessGroup) -> None:
-    """Records that a layer of this process will exchange tokens over the group. If the process ends before the first
-    buffer is created, or fails inside `abort_peers_on_error`, the set-up of the buffer fails on the other ranks."""
+def use(group: dist.ProcessGroup, user: Any) -> None:
+    """Records that a user, a part of a layer, exchanges tokens over the group as long as it lives."""
+    if group in _users or group in _groups_of_megatron():
+        _users.setdefault(group, weakref.WeakSet()).add(user)
+
+
+def expect(group: dist.ProcessGroup, user: Any) -> None:
+    """Records as `use` that a layer of this process will exchange tokens over the group. If the process ends before the
+    first buffer is created, or fails inside `abort_peers_on_error`, the set-up of the buffer fails on the other
+    ranks."""
+    use(group, user)
     if group not in _expected and is_known(group) is not None:
         _expected.add(group)
         place_of(group).publish()
@@ -104,6 +115,7 @@ def shared_buffer(
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
         config = Config(num_experts, **{**(settings or {}), **_config})
+        _close_those_gone()
         with torch.inference_mode(False):  # the buffer outlives inference mode
             ranks = group_of(group, config, _topology, device, f"{StoreRendezvous.of_what} in the first MoE layer")
             buffer = buffer_of(ranks)
@@ -150,7 +162,7 @@ def close_buffers() -> None:
 
     Raises EPError, after all are closed, if a call has failed and no call has raised it.
     """
-    _end_all(ep.Buffer.close)
+    _end(ep.Buffer.close, list(_buffers))
 
 
 def release_buffers() -> None:
@@ -162,14 +174,29 @@ def release_buffers() -> None:
     Raises ValueError as `Buffer.release` does: that buffer and those created before it stay open. Raises EPError, after
     all are closed, if a rank did not come or a call has failed and no call has raised it.
     """
-    _end_all(ep.Buffer.release)
+    _end(ep.Buffer.release, list(_buffers))
 
 
-def _end_all(end: Callable[[ep.Buffer], None]) -> None:
+def _close_those_gone() -> None:
+    """Closes the buffers of groups that Megatron has replaced and of which no layer is left: torch keeps groups as long
+    as the process. Ranks need not agree, because nobody can reach these groups any more."""
+    current = _groups_of_megatron()
+    replaced = [key for key in _buffers if key[0] in _users and key[0] not in current]
+    if replaced:
+        gc.collect()  # layers refer to themselves
+        _end(lambda buffer: rank_group_of(buffer).close_after_error(), [key for key in replaced if not _users[key[0]]])
+
+
+def _groups_of_megatron() -> list[Any]:
+    """Returns the groups of Megatron's parallel_state, without its import."""
+    return getattr(sys.modules.get("megatron.core.parallel_state"), "_global_process_group_list", None) or []
+
+
+def _end(end: Callable[[ep.Buffer], None], keys: list[tuple[dist.ProcessGroup, int, torch.device]]) -> None:
     global _closed_seconds
     failures_met = []
-    while _buffers:
-        key, buffer = _buffers.popitem()
+    for key in reversed(keys):
+        buffer = _buffers.pop(key)
         if not buffer.is_open:  # in a forked child it belongs to the parent
             continue
         seconds = rank_group_of(buffer).seconds
