@@ -26,7 +26,7 @@ from packaging.version import Version
 from megatron_ep.megatron import announce, flags, fp8_rows
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.experts import with_experts
-from megatron_ep.megatron.router import EPTopKRouter
+from megatron_ep.megatron.router import EPTopKRouter, keep_exact
 
 # Before 0.19 Megatron treats experts that are not divided among ranks like other parameters, even if their tensor
 # parallelism differs.
@@ -112,6 +112,7 @@ def initialize(
     fp8_rows.check_experts(layer.token_dispatcher, layer.experts)
     # These routers choose at most moe_router_topk experts for a token. Choices of other routers are measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
+    keep_exact(layer.router)
     # A projection after combine needs its input for the gradient of its weights, and other layers may have one.
     is_known = type(layer) in (MoELayer, EPMoELayer)
     layer.token_dispatcher.may_skip_combine = is_known and not getattr(config, "moe_latent_size", None)

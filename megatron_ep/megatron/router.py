@@ -6,6 +6,8 @@ see `megatron_ep.router.api`.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ class EPTopKRouter(TopKRouter):
     ) -> None:
         _check(config, sparse)
         super().__init__(config=config, pg_collection=pg_collection, **options)
+        keep_exact(self)
         self.sparse = sparse
 
     def routing(
@@ -154,6 +157,26 @@ class EPTopKRouter(TopKRouter):
 
         groups = (self.config.moe_router_num_groups, self.config.moe_router_group_topk)
         return self.router_replay.get_replay_topk(logits, self.topk, *groups, choose)[1]
+
+
+def keep_exact(router: TopKRouter) -> None:
+    """Keeps the fp32 buffers of a router in fp32 when its model is converted to a smaller type, as Float16Module does.
+
+    They are sums: the tokens of each expert since the last step, by which Megatron moves the expert bias or scales
+    global auxiliary losses, and that bias itself. In bf16 a count above 256 is rounded.
+    """
+    router._apply = types.MethodType(_apply_without_rounding, router)
+
+
+def _apply_without_rounding(router: TopKRouter, convert: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Does what `torch.nn.Module._apply` does, which all conversions and moves call."""
+    exact = {n: b for n, b in router._buffers.items() if b is not None and b.dtype == torch.float32}
+    type(router)._apply(router, convert, *args, **kwargs)
+    for name, buffer in exact.items():
+        converted = router._buffers[name]
+        if converted is not None and converted.is_floating_point() and converted.element_size() < buffer.element_size():
+            router._buffers[name] = buffer.to(converted.device)
+    return router
 
 
 def fused_router(

@@ -12,9 +12,11 @@ from run_on import run_on
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -220,3 +222,48 @@ def test_megatrons_fsdp_is_refused():
     layer.router.weight.__fsdp_param__ = True  # as Megatron-FSDP marks what it takes
     with pytest.raises(ValueError, match="use_megatron_fsdp is True, which has never run with this dispatcher"):
         layer(torch.ones(3, 1, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("router", [None, fused_router])
+@run_on("four_ranks")
+def test_what_a_router_sums_stays_exact_in_bf16(router):
+    """Tokens of each expert above 256, for the bias and for global auxiliary losses, and the bias itself, whatever
+    converts the model."""
+    join_layout(1, 4)
+    config = make_config(
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="global_aux_loss",
+        moe_aux_loss_coeff=1e-3,
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = ep_layer_spec(spec, router=router)(config=config)
+    bias = torch.linspace(0, 1e-2, config.num_moe_experts) / 3
+    state = {**layer.state_dict(), "router.expert_bias": bias}
+    layer.load_state_dict(state)
+    model = Float16Module(config, layer)
+    for convert in (None, lambda: model.half(), lambda: model.bfloat16(), lambda: model.to(torch.bfloat16)):
+        if convert is not None:
+            convert()
+        assert {buffer.dtype for buffer in layer.router.buffers()} == {torch.float32}
+        assert torch.equal(layer.router.expert_bias, bias)
+    model.load_state_dict(state)
+    assert torch.equal(layer.router.expert_bias, bias) and layer.router.weight.dtype == torch.bfloat16
+    tokens, passes = 700, 4
+    counts = torch.zeros(config.num_moe_experts, dtype=torch.int64)
+
+    def count(_, given, chosen):
+        nonlocal counts
+        ids = chosen[1].nonzero()[:, 1] if chosen[1].dtype == torch.bool else chosen[1].flatten()
+        counts += torch.bincount(ids, minlength=len(counts))
+
+    layer.router.register_forward_hook(count)
+    for _ in range(passes):
+        layer(torch.randn(tokens, 1, config.hidden_size, dtype=torch.bfloat16).requires_grad_())
+    assert counts.max() > 256 and torch.equal(layer.router.local_tokens_per_expert.long(), counts)
+    in_all = layer.router.global_tokens_per_expert  # of choices without the bias
+    assert in_all.max() > 1024 and in_all.sum() == dist.get_world_size() * passes * tokens * config.moe_router_topk
+    assert layer.double().router.expert_bias.dtype == torch.float64 and layer.to("meta").router.expert_bias.is_meta
