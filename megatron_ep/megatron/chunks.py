@@ -101,7 +101,7 @@ class Chunks:
         sizes = [tokens * (i + 1) // n - tokens * i // n for i in range(n)]
         xs, weights, ids = (tensor.split(sizes) for tensor in (hidden_states, probs, whole.topk_idx))
         chunks = [self._chunk(whole, i, ids[i]) for i in range(n)]
-        weights = [chunk.recognize_replay(of) for chunk, of in zip(chunks, weights, strict=True)]
+        whole._layout, whole._is_unread = None, False  # the chunks have them
         stream = torch.cuda.current_stream() if hidden_states.is_cuda else None
         began = None if stream is None else stream.record_event()
         for chunk, x in zip(chunks[1:], xs[1:], strict=True):
@@ -125,7 +125,7 @@ class Chunks:
         """Returns a dispatcher for one pass of a chunk, whose state is not that of the layer's."""
         chunk = copy.copy(whole)
         chunk._comm_manager = dataclasses.replace(whole._comm_manager)
-        chunk.topk_idx, chunk._last_counts = ids, self._last_counts[number]
+        chunk.topk_idx, chunk._last_counts, chunk._chunk = ids, self._last_counts[number], number
         return chunk
 
     def _send(

@@ -29,7 +29,7 @@ from megatron_ep.megatron import fp8_rows
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.flags import REFUSED_VALUES, declares_grouped, field_of, num_sms_of
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.replays import Layout, Replays, unread_combine
+from megatron_ep.megatron.replays import Choice, Layout, LostChoices, Replays, unread_combine, weights_of
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -117,9 +117,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
         self.trusts_router = False  # whether the router chooses at most moe_router_topk experts for a token
         self.may_skip_combine = False  # whether a replay of only this layer needs no combine
-        self._replays = None if config.recompute_granularity is None else Replays()
+        self._replays, self._lost = Replays(), LostChoices()
+        self._choice: Choice | None = None  # choice of the router in this pass, if a checkpoint keeps it
         self._layout: Layout | None = None  # layout of this pass and its replay
         self._is_unread = False  # whether nobody reads the sum of this pass
+        self._chunk = 0  # which of the layer's chunks this dispatcher moves
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
         self.split_rows: torch.Tensor | None = None
@@ -207,8 +209,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if topk_idx.shape[1] != self.num_choices:
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
+        topk_idx, weights = self._recognize_replay(topk_idx, weights)
         self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
-        weights = self.recognize_replay(weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -300,11 +302,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
         assert self.topk_idx is not None, "dispatch_preprocess comes first"
         buffer = self._buffer_for(hidden_states)
         if self._layout is None:
-            self._layout = Layout(self.topk_idx, is_layers_own=False)
-        if self._layout.handle is None or self._layout.handle.group is not rank_group_of(buffer):
+            self._layout = Layout(self.topk_idx)
+        if self._known_handle(buffer) is None:
             with torch.no_grad():
                 self._dispatch(buffer, hidden_states[:, :COUNTED_ELEMENTS], None, expert_alignment=self.alignment)
-            self._is_unread = False
 
     def _buffer_for(self, hidden_states: torch.Tensor) -> ep.Buffer:
         num_experts = self.config.num_moe_experts * self.tp_size
@@ -324,10 +325,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
         fp8: dict[str, Any] = {}
         if self.options.moe_dispatch_fwd_dtype == "fp8":
             fp8 = {"forward_dtype": torch.float8_e4m3fn, "forward_scales": self.forward_scales}
-        if self._layout is not None and self._layout.handle is not None:
-            if self._layout.handle.group is rank_group_of(buffer):
-                return ep.dispatch(x, None, probs, handle=self._layout.handle, **fp8)
-            self._is_unread = False
+        handle = self._known_handle(buffer)
+        if handle is not None:
+            return ep.dispatch(x, None, probs, handle=handle, **fp8)
         return self._dispatch(
             buffer,
             x,
@@ -348,25 +348,47 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if not is_traced:
             self._last_counts = of_buffer.last_counts
         if self._layout is not None:
-            self._layout.handle = received.handle
+            self._layout.handles[self._chunk] = received.handle
         return received
 
-    def recognize_replay(self, weights: torch.Tensor) -> torch.Tensor:
+    def _known_handle(self, buffer: ep.Buffer) -> ep.Handle | None:
+        """Returns the handle that this pass repeats; None if it is of a buffer that has been closed since."""
+        handle = None if self._layout is None else self._layout.handles.get(self._chunk)
+        return handle if handle is not None and handle.group is rank_group_of(buffer) else None
+
+    def begin_routing(self, num_tokens: int) -> Choice | None:
+        """Returns the choice that the router makes in a checkpoint's forward pass of T tokens, and takes in its replay;
+        None elsewhere. Raises ValueError for a replay with another T."""
+        self._choice = None
+        if self._may_replay:
+            with abort_peers_on_error(self.tp_ep_group):
+                self._choice = self._replays.coming(num_tokens)
+        return self._choice
+
+    def _recognize_replay(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds the layout of the forward pass that this one repeats, or makes one for its replay. All ranks must
         decide alike, because the exchange of counts needs all of them.
 
-        Returns the weights, with NaN for choices that differ from those of the forward pass.
+        Returns the choice [T, K] of the forward pass and its weights, 0 for experts that are not chosen now.
         """
         self._layout, self._is_unread = None, False
+        choice, self._choice = self._choice, None
+        if not self._may_replay:
+            return topk_idx, weights
+        with abort_peers_on_error(self.tp_ep_group):
+            self._layout, replay = self._replays.next(topk_idx, None if choice is None else choice.topk_idx)
+        if self._layout is None or replay is None:
+            return topk_idx, weights
+        self._is_unread = self.may_skip_combine and replay.is_of_layer(self)
+        weights, lost = weights_of(self._layout.topk_idx, topk_idx, weights)
+        if choice is None or self.moe_expert_capacity_factor is not None:  # otherwise none is lost
+            self._lost.note(lost)
+        return self._layout.topk_idx, weights
+
+    @property
+    def _may_replay(self) -> bool:
         is_even = self.trusts_router and self.num_choices == self.config.moe_router_topk  # no token is split
-        if self._replays is None or not is_even or torch.compiler.is_compiling():
-            return weights
-        assert self.topk_idx is not None
-        self._layout = self._replays.layout(self.topk_idx)
-        if self._layout is None or self._layout.handle is None:
-            return weights
-        self._is_unread = self.may_skip_combine and self._layout.is_layers_own
-        return weights.masked_fill(self._layout.topk_idx != self.topk_idx, float("nan"))
+        return is_even and not torch.compiler.is_compiling()
 
     def _promise(self, group: RankGroup) -> int | None:
         """Returns the number of tokens that no rank exceeds in this step: few in a decoding step, which therefore goes

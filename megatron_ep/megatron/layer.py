@@ -26,7 +26,8 @@ from packaging.version import Version
 from megatron_ep.megatron import announce, flags, fp8_rows
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher, counts_on_device
 from megatron_ep.megatron.experts import with_experts
-from megatron_ep.megatron.router import EPTopKRouter, keep_exact
+from megatron_ep.megatron.replays import give_choices
+from megatron_ep.megatron.router import BALANCING_TYPES, EPTopKRouter, keep_exact
 
 # Before 0.19 Megatron treats experts that are not divided among ranks like other parameters, even if their tensor
 # parallelism differs.
@@ -112,6 +113,8 @@ def initialize(
     fp8_rows.check_experts(layer.token_dispatcher, layer.experts)
     # These routers choose at most moe_router_topk experts for a token. Choices of other routers are measured.
     layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
+    if layer.token_dispatcher.trusts_router and _takes_choice(config):
+        give_choices(layer.router, layer.token_dispatcher.begin_routing)
     keep_exact(layer.router)
     # A projection after combine needs its input for the gradient of its weights, and other layers may have one.
     is_known = type(layer) in (MoELayer, EPMoELayer)
@@ -154,6 +157,17 @@ def _refuse_megatron_fsdp(layer: MoELayer, _: Any) -> None:
             "use_megatron_fsdp is True, which has never run with this dispatcher: use Megatron's distributed "
             "optimizer, or torch's fully_shard"
         )
+
+
+def _takes_choice(config: TransformerConfig) -> bool:
+    """Returns whether Megatron's router and this project's can be given the choice of a forward pass: in the place of
+    RouterReplay, if that has none."""
+    balancing = config.moe_router_load_balancing_type
+    return (
+        set([balancing] if isinstance(balancing, str) else balancing) <= set(BALANCING_TYPES)
+        and not config.moe_router_fusion
+        and not config.moe_enable_routing_replay
+    )
 
 
 def _needs_host_counts(experts: torch.nn.Module, config: TransformerConfig) -> bool:

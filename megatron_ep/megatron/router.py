@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from megatron_ep.config import MAX_TOPK
+from megatron_ep.megatron.replays import Choice
 from megatron_ep.megatron.topk_choices import choices_of
 from megatron_ep.router.api import SCORE_FUNCTIONS, Routing, grouped_topk
 
@@ -125,9 +126,14 @@ class EPTopKRouter(TopKRouter):
             options |= dict(num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk)
         if ROUNDS_SCORES and logits.element_size() == 2:
             return self._choose_as_megatron(logits, padding, options, aux)
-        if self.router_replay is not None:
+        choice = self.router_replay
+        if isinstance(choice, Choice):  # of the forward pass, for its replay
+            options["replay_ids"] = choice.topk_idx
+        elif choice is not None:
             options["replay_ids"] = self._replay_ids(logits.detach(), options)
         routing = grouped_topk(logits, self.topk, **options, padding_mask=padding, dense=dense, aux=aux)
+        if isinstance(choice, Choice):
+            choice.topk_idx = routing.ids
         return routing._replace(weights=routing.weights.to(logits.dtype))
 
     def _choose_as_megatron(

@@ -154,7 +154,6 @@ def test_a_replay_takes_the_layouts_of_both_chunks():
         # Each chunk's replay dispatches, and combines nothing; then the two calls of its backward pass.
         assert calls.counts == ([2, 6, 4] if layer is plain else [4, 14, 8])
         results.append([*outputs, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
-        assert not any(layer.token_dispatcher._replays._layouts.values())
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
