@@ -289,14 +289,25 @@ def test_a_choice_that_a_router_cannot_be_given_is_lost_with_one_warning():
     assert all(part.isfinite().all() for part in gradients)
 
 
-def test_weights_follow_their_experts():
-    topk_idx = torch.tensor([[5, 2, -1], [0, 1, 2], [-1, -1, 3]])
-    chosen = torch.tensor([[2, 5, -1], [2, 4, 0], [3, -1, -1]])
-    weights = torch.arange(1.0, 10).view(3, 3).requires_grad_()
+def test_lost_choices_are_counted_without_a_wait(device):
+    lost = replays.LostChoices()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            lost.note(torch.tensor([[True, False], [True, True]], device=device))
+            if device == "cuda":
+                torch.cuda.synchronize()  # a later replay knows
+    assert [str(one.message)[:17] for one in told] == ["3 choices of expe"]
+
+
+def test_weights_follow_their_experts(device):
+    topk_idx = torch.tensor([[5, 2, -1], [0, 1, 2], [-1, -1, 3]], device=device)
+    chosen = torch.tensor([[2, 5, -1], [2, 4, 0], [3, -1, -1]], device=device)
+    weights = torch.arange(1.0, 10, device=device).view(3, 3).requires_grad_()
     found, lost = replays.weights_of(topk_idx, chosen, weights)
     assert found.tolist() == [[2, 1, 0], [6, 0, 4], [0, 0, 7]]
     assert lost.tolist() == [[False] * 3, [False, True, False], [False] * 3]
-    found.backward(torch.arange(10.0, 19).view(3, 3))
+    found.backward(torch.arange(10.0, 19, device=device).view(3, 3))
     assert weights.grad.tolist() == [[11, 10, 0], [15, 0, 13], [18, 0, 0]]
 
 
