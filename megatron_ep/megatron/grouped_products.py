@@ -177,7 +177,7 @@ def _add_by_triton(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor,
 
 
 def _add_by_quack(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> None:
-    from quack.gemm_interface import gemm_add_inplace  # type: ignore[import-not-found]
+    from quack.gemm_interface import gemm_add_inplace
 
     if x.shape[0]:
         gemm_add_inplace(grad.t(), x, main_grad, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)

@@ -31,8 +31,7 @@ def guard() -> None:
         ("load_parameter_state_from_dp_zero", _without_noted_sizes),
         ("load_parameter_state_from_dp_reshardable", _checked),
     ):
-        original = getattr(DistributedOptimizer, name)
-        setattr(DistributedOptimizer, name, functools.wraps(original)(functools.partialmethod(wrapped, original)))
+        setattr(DistributedOptimizer, name, functools.partialmethod(wrapped, getattr(DistributedOptimizer, name)))
 
 
 def _grouped_buffers(optimizer: Any) -> list[int]:

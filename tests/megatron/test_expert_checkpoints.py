@@ -8,7 +8,9 @@ from run_on import run_on
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import copy
 import tempfile
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,6 +24,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from test_experts import ACTIVATIONS, given, make, parameters, settings
 
+from megatron_ep.megatron import optimizer_states
 from megatron_ep.megatron.experts import GroupedExperts
 
 pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
@@ -241,3 +244,30 @@ def test_megatron_alone_refuses_the_order_of_memory():
         sizes[kind] = of_experts[0].per_bucket_numel_unpadded
     assert sizes["grouped"][:-1] == sizes["sequential"], "Megatron's own numbers are the same"
     assert "--dist-ckpt-optim-fully-reshardable" in str(sizes["grouped"][-1]) and len(sizes["sequential"]) == 1
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(True, True), (False, False), (True, False), (False, True)])
+def test_optimizers_of_the_torch_format(writer, reader):
+    """Whose sizes Megatron compares, too."""
+    sizes = {"buckets_coalesced": True, 0: {"bf16": {"numel_unpadded": 8}}}
+    loaded = []
+
+    def optimizer(has_grouped_experts):
+        parameter = torch.nn.Parameter(torch.zeros(8))
+        if has_grouped_experts:
+            setattr(parameter, optimizer_states.IS_GROUPED, True)
+        return SimpleNamespace(buffers=[SimpleNamespace(params=[parameter])])
+
+    state = optimizer_states._with_noted_sizes(optimizer(writer), lambda _: copy.deepcopy(sizes))
+    assert (state == sizes) is not writer, "a Megatron without this project refuses another size"
+
+    def load():
+        optimizer_states._without_noted_sizes(optimizer(reader), lambda _, state: loaded.append(state), state)
+
+    if writer is reader:
+        load()
+        assert loaded == [sizes]
+    else:
+        with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
+            load()
+        assert not loaded
