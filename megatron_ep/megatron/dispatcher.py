@@ -496,13 +496,13 @@ def _check_options(options: Options, config: TransformerConfig) -> None:
     if _captures_steps(config):
         if options.moe_expert_rank_capacity_factor is None and not config.moe_pad_expert_input_to_capacity:
             raise ValueError(
-                "moe_expert_rank_capacity_factor is None with a CUDA graph of the full iteration, must be a number: the "
-                "shapes of a graph are fixed, and its host cannot wait for counts"
+                "moe_expert_rank_capacity_factor is None with a CUDA graph of the full iteration, must be a number: "
+                "the shapes of a graph are fixed, and its host cannot wait for counts"
             )
         if config.pipeline_model_parallel_size > 1:
             raise ValueError(
-                f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, must be 1 with a CUDA graph of "
-                "the full iteration: others have never run with this dispatcher"
+                f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, must be 1 with a CUDA graph "
+                "of the full iteration: others have never run with this dispatcher"
             )
 
 

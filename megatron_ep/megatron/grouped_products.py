@@ -26,9 +26,7 @@ Delayed = deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # gradient, x 
 GRANULARITY = 8  # the width of a row must be a multiple: torch's product reads 16 bytes at once
 CAPABILITY = (9, 0)
 
-# How the gradient of a weight on a GPU is added to main_grad in fp32, the fastest first. See `_adders`.
-BY_SPEED = ("triton", "add")
-# One of `_adders`, or "autograd" for a gradient that is returned: only benchmarks and tests set it.
+# A key of ADDERS, or "autograd" for a gradient that is returned: only benchmarks and tests set it.
 OVERRIDE: str | None = None
 
 
@@ -144,24 +142,17 @@ Adder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 def adder(main_grad: torch.Tensor, grad: torch.Tensor) -> Adder:
     """Returns the fastest installed function that adds a weight's gradient to this main_grad."""
     if OVERRIDE is not None:
-        return _adders()[OVERRIDE]
+        return ADDERS[OVERRIDE]
     adds_in_product = grad.is_cuda and grad.dtype == torch.bfloat16 and main_grad.dtype == torch.float32
-    return _adders()[_fastest() if adds_in_product else "add"]
+    return ADDERS["triton" if adds_in_product and _has_triton() else "add"]
 
 
 @functools.cache
-def _fastest() -> str:
-    installed = {"quack": find_spec("quack") is not None, "triton": find_spec("triton") is not None, "add": True}
-    fastest = next(name for name in BY_SPEED if installed[name])
-    if fastest != BY_SPEED[0]:
-        missing = {"quack": "megatron-ep[experts]"}.get(BY_SPEED[0], BY_SPEED[0])
-        log.info(f"megatron_ep: weight gradients of grouped experts would be faster with {missing} installed")
-    return fastest
-
-
-@functools.cache
-def _adders() -> dict[str, Adder]:
-    return {"quack": _add_by_quack, "triton": _add_by_triton, "add": _add}
+def _has_triton() -> bool:
+    has = find_spec("triton") is not None
+    if not has:
+        log.info("megatron_ep: weight gradients of grouped experts would be faster with triton installed")
+    return has
 
 
 def _add(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -176,12 +167,7 @@ def _add_by_triton(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor,
     grouped_weight_gradients.add(main_grad, grad, x, offsets)
 
 
-def _add_by_quack(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> None:
-    from quack.gemm_interface import gemm_add_inplace
-
-    if x.shape[0]:
-        gemm_add_inplace(grad.t(), x, main_grad, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
-
+ADDERS: dict[str, Adder] = {"triton": _add_by_triton, "add": _add}
 
 _memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 

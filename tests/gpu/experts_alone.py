@@ -104,8 +104,7 @@ def run(name, num_experts, hidden, ffn, rows, uneven):
         results = {}
         variants = [("TE", TEGroupedMLP, counts, None), ("grouped", GroupedExperts, counts.cuda(), None)]
         if main_grads:
-            adders = [*grouped_products.BY_SPEED[1:], "add"] if os.environ.get("ADDERS") else []
-            variants += [(f"grouped, {a}", GroupedExperts, counts.cuda(), a) for a in dict.fromkeys(adders)]
+            variants.append(("grouped, add", GroupedExperts, counts.cuda(), "add"))
         for variant, kind, of_experts, override in variants:
             grouped_products.OVERRIDE = override
             experts = make(kind, config, main_grads)
@@ -147,7 +146,7 @@ def main(names):
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
-    print(torch.cuda.get_device_name(0), "torch", torch.__version__, "adds by", grouped_products.BY_SPEED[0])
+    print(torch.cuda.get_device_name(0), "torch", torch.__version__)
     for name in names or CASES:
         run(name, *CASES[name])
     dist.destroy_process_group()

@@ -273,11 +273,25 @@ for counts, behind, n, k in (([5, 0, 17, 33], 7, 40, 24), ([0, 0, 3], 2, 16, 16)
     expected = main_grad + _weight_product(grad, x, offsets)
     grouped_weight_gradients.add(main_grad, grad, x, offsets, block=(32, 32, 16))
     torch.testing.assert_close(main_grad, expected, rtol=1e-4, atol=1e-4)
+
+from megatron.core.fusions.fused_bias_swiglu import weighted_swiglu as forward, weighted_swiglu_back as backward
+from megatron_ep.megatron.grouped_swiglu import weighted_swiglu
+
+for width in (8, 1040):
+    hidden, probs = torch.randn(9, 2 * width, generator=generator), torch.rand(9, 1, generator=generator)
+    grad = torch.randn(9, width, generator=generator)
+    hidden[7:] = probs[7:] = grad[7:] = float("nan")
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, probs)]
+    output = weighted_swiglu(*leaves, torch.tensor([3, 3, 7], dtype=torch.int32))
+    output.backward(grad)
+    expected = (forward(hidden, probs), *backward(grad, hidden, probs))
+    for ours, theirs in zip((output, *(leaf.grad for leaf in leaves)), expected, strict=True):
+        torch.testing.assert_close(ours[:7], theirs[:7], rtol=1e-5, atol=1e-5)
 """
 
 
 @pytest.mark.needs(missing("triton"))
-def test_the_triton_kernel_on_the_host():
+def test_the_triton_kernels_on_the_host():
     """In a process of its own, because Triton reads the variable when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", TRITON], env=environment, check=True, timeout=120)
