@@ -54,6 +54,10 @@ def run():
             if not own and (error.name or "").startswith("megatron_ep"):
                 raise
     exec(compile(example, readme, "exec"), {})
+    from megatron_ep.fabrics import choice
+    facts = choice.report()
+    for fabric, module in (("nvshmem's ibgda", "nvshmem_env"), ("mlx5", "verbs"), ("verbs", "verbs")):
+        assert ("is hidden" in facts[fabric]) == (f"megatron_ep.fabrics.{module}" in hides), facts
 
 for line in names:
     title, *hides = line.split("|")

@@ -96,8 +96,8 @@ class Buffer(AnyBuffer):
     def fabric(self) -> str:
         """The fabric that carries the bytes.
 
-        "shared memory" on the host, "ibgda", "verbs" or "tcp" between machines without GPUs; "p2p", "nvshmem", "nccl",
-        "ibgda", "verbs" or "tcp" between GPUs.
+        "shared memory" on the host, "verbs", "tcp" or "mlx5" between machines without GPUs; "p2p", "nvshmem", "nccl",
+        "verbs", "tcp" or "mlx5" between GPUs.
         """
         return self._group.fabric
 

@@ -107,12 +107,12 @@ class DistributedRankGroup(RankGroup):
         """Makes the backend on the host. Returns the fabric."""
         self.heap = sizes.host_heap(self.topology, self.config)
         segments, timeout = self.shared_segments(self.heap.bytes), self.config.timeout_seconds
+        wanted, near = [info.fabric for info in self._infos], [info.near_cards for info in self._infos]
         machine_count = len(set(self._machines))
+        fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
         if machine_count == 1:
             self._backend = host.HostBackend(self.heap, self.ranks, segments, timeout=timeout)
-            return choice.Choice("shared memory", "host backend")
-        wanted, near = [info.fabric for info in self._infos], [info.near_cards for info in self._infos]
-        fabric = choice.choose_for_host(machine_count, wanted, self._rendezvous.gather)
+            return fabric
         from megatron_ep.fabrics import tcp  # not before ranks are on several machines
 
         def make() -> tuple[host.HostBackend, tcp.Network]:

@@ -123,7 +123,7 @@ def _network(report: dict[str, dict[str, Any]], has_gpus: bool) -> str | None:
     if any(fabrics[name].startswith("built") for name in cuda_version.PACKAGES):
         return None
     # As `fabrics.choice` does: a port that is up is reported as "NAME: up, ADDRESS".
-    chosen = next((name for name in ("ibgda", "verbs") if ": up, " in fabrics.get(name, "")), "tcp")
+    chosen = "verbs" if ": up, " in fabrics.get("verbs", "") else "tcp"
     install = f"`pip install {cuda_version.package('nvshmem')}`"
     return f"neither nvshmem nor nccl can be used, so that GPUs would use {chosen}: {install}, and rebuild"
 

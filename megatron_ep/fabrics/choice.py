@@ -3,13 +3,14 @@
 p2p connects processes that map each other's memory (`peer_memory.py`), of one machine or of one NVLink domain; puts
 between several nodes are copies then. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided
 puts and signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
-(`failure_broadcast.py`). NVSHMEM connects only one group of ranks in the life of a process. With ibgda, GPUs post to an
-NVIDIA network card themselves (`verbs.py`). With verbs and tcp, a thread of the host sends for the GPUs (`proxied.py`)
-through a network card (`verbs.py`) or over TCP, which needs neither a library nor a card. MEGATRON_EP_FABRIC, equal on
-all ranks, forces a fabric. Otherwise ranks on one machine or in one domain use p2p, and ranks on several machines use
-the first of nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
+(`failure_broadcast.py`). NVSHMEM connects only one group of ranks in the life of a process. With verbs and tcp, a
+thread of the host sends for the GPUs (`proxied.py`) through a network card (`verbs.py`) or over TCP, which needs neither
+a library nor a card. With mlx5, GPUs or host ranks post to an NVIDIA network card themselves (`verbs.py`); it has run on
+no card, and is never chosen unless it is asked for. MEGATRON_EP_FABRIC, equal on all ranks, forces a fabric. Otherwise
+ranks on one machine or in one domain use p2p, and ranks on several machines use the first of nvshmem, nccl and verbs
+that all ranks can use, or else tcp.
 
-Ranks on the host share memory within a machine, and use the first of ibgda, verbs and tcp between machines.
+Ranks on the host share memory within a machine, and use verbs, or else tcp, between machines.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from megatron_ep.fabrics import cards as rdma
 VARIABLE = "MEGATRON_EP_FABRIC"
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
-IBGDA, VERBS, TCP = "ibgda", "verbs", "tcp"
-BY_CARD = (IBGDA, VERBS)
+MLX5, VERBS, TCP = "mlx5", "verbs", "tcp"
+BY_CARD = (MLX5, VERBS)
 OF_HOST = (*BY_CARD, TCP)  # fabrics that ranks on the host can use
 
 
@@ -76,18 +77,21 @@ def choose(
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    return _first_of([*NETWORKS, *BY_CARD], forced, reason, gather, on_gpus=True)
+    return _first_of([*NETWORKS, VERBS], forced, reason, gather, on_gpus=True)
 
 
 def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
-    """Returns the fabric between `machines` machines for ranks on the host. Collective, and raises as `choose`.
+    """Returns the fabric for ranks on the host of `machines` machines. Collective if there are several; raises as
+    `choose`.
 
-    wanted: see `choose`; a fabric that only GPUs can use is ignored."""
+    wanted: see `choose`; a fabric that only GPUs can use is ignored, and any on one machine."""
     forced = _wanted_by_all(wanted)
+    if machines == 1:
+        return Choice("shared memory", "host backend")
     forced = forced if forced in OF_HOST else None
     reason = f"host backend on {machines} machines"
     reason = f"{reason}, {VARIABLE} says so" if forced else reason
-    return _first_of(BY_CARD, forced, reason, gather, on_gpus=False)
+    return _first_of([VERBS], forced, reason, gather, on_gpus=False)
 
 
 def _first_of(
@@ -105,11 +109,18 @@ def _first_of(
     return Choice(TCP, "; ".join([reason, *dict.fromkeys(lacking)]))
 
 
+def wanted_here() -> str | None:
+    """Returns the fabric that MEGATRON_EP_FABRIC names in this process; None: it is not set. Raises ValueError for an
+    unknown one."""
+    return _wanted_by_all([os.environ.get(VARIABLE) or None])
+
+
 def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
     fabrics = ("p2p", *NETWORKS, *OF_HOST)
     if any(name and name not in fabrics for name in wanted):
-        raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
+        now = ": ibgda is called mlx5 now; for IBGDA of NVSHMEM it is nvshmem" if "ibgda" in wanted else ""
+        raise ValueError(f"{values}, must be one of {', '.join(fabrics)}{now}")
     if len(set(wanted)) > 1:
         raise EPError(f"{values}, must be the same on all ranks")
     return wanted[0]
@@ -123,7 +134,7 @@ def what_lacks(name: str, *, on_gpus: bool) -> str:
             return ""
         from megatron_ep.fabrics import verbs
 
-        if name == IBGDA:
+        if name == MLX5:
             verbs.try_direct(torch.cuda.current_device() if on_gpus and torch.cuda.is_available() else None)
         else:
             verbs.usable()
@@ -226,7 +237,7 @@ def _dotted(version: Sequence[int]) -> str:
 def report() -> dict[str, str]:
     """Returns what each fabric lacks on this machine, for `megatron-ep env`."""
     from megatron_ep import _C
-    from megatron_ep.fabrics import atomics, gpu, nvshmem_env, peer_memory, verbs
+    from megatron_ep.fabrics import atomics, gpu, peer_memory
 
     has_cuda = hasattr(_C, "cuda_group")
     without = "" if has_cuda else f"not built: {_C.build_info()['without cuda']}"
@@ -242,23 +253,33 @@ def report() -> dict[str, str]:
             facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
         except EPError as error:
             facts[name] = str(error)
-    facts["nvshmem's ibgda"] = nvshmem_env.report()
-    facts[IBGDA] = verbs.report(direct=True)
-    facts[VERBS] = verbs.report()
-    facts["card of each rank"] = verbs.report_of_ranks(
-        [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    )
+    gpus = [gpu.pci_address(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    facts["nvshmem's ibgda"] = _told("nvshmem_env", lambda nvshmem_env: nvshmem_env.report())
+    facts[MLX5] = _told("verbs", lambda verbs: verbs.report(direct=True))
+    facts[VERBS] = _told("verbs", lambda verbs: verbs.report())
+    facts["card of each rank"] = _told("verbs", lambda verbs: verbs.report_of_ranks(gpus))
     facts[TCP] = "built, needs nothing else" if has_cuda else f"built for the host; for GPUs {without}"
-    networks = "nvshmem, nccl, ibgda, verbs or else tcp" if rdma.has_cards() else f"tcp ({rdma.NO_CARD})"
-    chosen = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
+    try:
+        wanted = wanted_here()
+    except ValueError as error:
+        return {**facts, "chosen": str(error), "chosen on the host": str(error)}
+    networks = "nvshmem, nccl, verbs or else tcp" if rdma.has_cards() else f"tcp ({rdma.NO_CARD})"
+    chosen = wanted or f"p2p on one machine, {networks} on several"
     facts["chosen"] = chosen if has_cuda else f"none for GPUs, {without}"
-    facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
+    facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host(wanted)} on several"
     return facts
 
 
-def _report_of_host() -> str:
-    wanted = os.environ.get(VARIABLE)
+def _told(module: str, tell: Callable[[Any], str]) -> str:
+    """Returns what a module of this folder tells; if somebody has removed it from the package, that it is missing."""
+    try:
+        return tell(importlib.import_module(f"megatron_ep.fabrics.{module}"))
+    except ModuleNotFoundError as error:
+        return str(error)
+
+
+def _report_of_host(wanted: str | None) -> str:
     if wanted in OF_HOST:
         return wanted
-    chosen = _first_of(BY_CARD, None, "", lambda lacking: [lacking], on_gpus=False)
+    chosen = _first_of([VERBS], None, "", lambda lacking: [lacking], on_gpus=False)
     return chosen.name if chosen.name != TCP else f"{TCP} ({chosen.reason.removeprefix('; ')})"

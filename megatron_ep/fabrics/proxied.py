@@ -1,5 +1,5 @@
 """Fabrics of GPUs with a network thread on the host. It sends over TCP (fabric "tcp") or through a network card that
-writes to host memory (fabric "verbs"); with fabric "ibgda" kernels post to the card, and the thread only monitors it.
+writes to host memory (fabric "verbs"); with fabric "mlx5" kernels post to the card, and the thread only monitors it.
 
 The ranks of a node map each other's heaps through CUDA IPC. What is sent to and received from other nodes is in pinned
 host memory, with the send queues that the kernels post to. The thread reads and writes that memory, without CUDA calls.
@@ -22,7 +22,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
 
     fabric: one of `choice.OF_HOST`.
     """
-    direct = fabric == choice.IBGDA
+    direct = fabric == choice.MLX5
     machines = rank.machines
     nodes = _nodes(machines, heap.ranks_per_node)
     node = _node_of(rank, heap)
@@ -89,7 +89,7 @@ def _nodes(machines: Sequence[str], size: int) -> list[str]:
         if len(set(node)) > 1:
             raise ValueError(
                 f"ranks {first} to {first + size - 1} are one node, but run on {' and '.join(dict.fromkeys(node))}: "
-                "over the tcp, verbs and ibgda fabrics a node must be on one machine"
+                "over the tcp, verbs and mlx5 fabrics a node must be on one machine"
             )
         names += [f"node {first // size} on {node[0]}"] * size
     return names

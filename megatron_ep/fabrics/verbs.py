@@ -1,13 +1,13 @@
 """Ports of RDMA network cards (InfiniBand and RoCE), through libibverbs. With the verbs fabric the network thread of a
 rank posts to a card. A TCP connection (`tcp.py`) carries failures and status, and detects that a rank is gone.
 
-With the ibgda fabric kernels and host roles post to the queues of NVIDIA's cards (driver mlx5) and ring the doorbell
+With the mlx5 fabric kernels and host roles post to the queues of NVIDIA's cards (driver mlx5) and ring the doorbell
 themselves, which also takes libmlx5.
 
 A rank takes one of the ports that are up and nearest to its GPU, chosen by its index among the ranks of its machine, so
 that ranks of equal index on different machines have corresponding cards. A rank on the host prefers the cards of the
 NUMA node that it is bound to, if ranks of all machines are bound alike. Otherwise, and if MEGATRON_EP_CARDS is set, all
-are equally near. With ibgda a rank takes several ports, and divides its channels among them, if more are near it than
+are equally near. With mlx5 a rank takes several ports, and divides its channels among them, if more are near it than
 ranks share them.
 """
 
@@ -38,12 +38,12 @@ SETTINGS = {
 def ports(direct: bool = False) -> list[_C.CardPort]:
     """Returns all ports of this machine. Raises EPError if the libraries cannot be used.
 
-    direct: whether ranks post to the card's queues themselves (ibgda)."""
+    direct: whether ranks post to the card's queues themselves (mlx5)."""
     try:
         return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
         if direct:
-            raise EPError(f"the ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
+            raise EPError(f"the mlx5 fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
         raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
 
 
@@ -86,14 +86,14 @@ def cards_for(
     gpus: Sequence[str | None] | None = None,
     near: Sequence[list[str] | None] | None = None,
 ) -> list[_C.Card]:
-    """Opens the ports that a rank takes: one for verbs, one or several for ibgda. Raises as `usable`, and EPError if a
+    """Opens the ports that a rank takes: one for verbs, one or several for mlx5. Raises as `usable`, and EPError if a
     port cannot be opened.
 
     machines: machine of each rank.
     gpus: PCI address of each rank's GPU, if known; None: the ranks are on the host.
     near: for ranks on the host, the cards of the NUMA node that each is bound to, if to one.
     """
-    if fabric == "ibgda":
+    if fabric == "mlx5":
         return [_open(port, direct=True) for port in _ports_of(rank, machines, usable(direct=True), gpus, near)]
     return [_open(_ports_of(rank, machines, usable(), gpus, near)[0])] if fabric == "verbs" else []
 
@@ -150,7 +150,7 @@ def try_direct(gpu: int | None) -> None:
     try:
         card.try_queue() if gpu is None else _C.try_card(card, gpu)
     except RuntimeError as error:
-        raise EPError(f"the ibgda fabric: {error}") from None
+        raise EPError(f"the mlx5 fabric: {error}") from None
 
 
 def card_at(place: int, direct: bool = False) -> _C.Card:
@@ -198,7 +198,7 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
         return f"on the host in turn {', '.join(map(setting, found))}{bound}"
     taken = [_ports_of(rank, [""] * len(gpus), found, gpus, None) for rank in range(len(gpus))]
     several = [
-        f"{setting(first)} (ibgda: {' '.join(map(setting, more))} too)" if more else setting(first)
+        f"{setting(first)} (mlx5: {' '.join(map(setting, more))} too)" if more else setting(first)
         for first, *more in taken
     ]
     return ", ".join(f"GPU {gpu} {ports}" for gpu, ports in enumerate(several))

@@ -16,7 +16,7 @@ from typing import Any
 Plain = bool | int | float | str | None
 
 MAX_BYTES = 1 << 20  # bytes of a message: IPC handles and settings take a few hundred ...
-MAX_BYTES_A_RANK = 1 << 12  # ... and more for each rank that is invited to connect: 1,700 over ibgda
+MAX_BYTES_A_RANK = 1 << 12  # ... and more for each rank that is invited to connect: 1,700 over mlx5
 MAX_TEXT = 4000  # characters of another rank's text that are shown
 MAX_DIGITS = 20  # digits of a 64-bit number
 SHOWN = 60  # characters of an unexpected value that are shown

@@ -12,14 +12,14 @@ from nightly import at_night
 from waits import patience, within
 
 ALL = ["normal", at_night("one hop"), "low latency"]
-NETWORKS = ["tcp", at_night("verbs"), "ibgda"]
+NETWORKS = ["tcp", at_night("verbs"), "mlx5"]
 # On one machine test_blame.py has all phases, of ranks that are threads.
 ABSENT = [("", "normal", "backward"), ("", "low latency", "combine")]
-ABSENT += [("tcp", "normal", "dispatch"), ("ibgda", "low latency", "dispatch"), ("tcp", "one hop", "dispatch")]
+ABSENT += [("tcp", "normal", "dispatch"), ("mlx5", "low latency", "dispatch"), ("tcp", "one hop", "dispatch")]
 ABSENT += [at_night("", "normal", phase) for phase in ("dispatch", "combine", "compiled backward")]
 ABSENT += [at_night("", "one hop", phase) for phase in ("dispatch", "combine", "backward")]
 ABSENT += [at_night("", "low latency", "dispatch"), at_night("tcp", "low latency", "dispatch")]
-ABSENT += [at_night("ibgda", mode, "dispatch") for mode in ("normal", "one hop")]
+ABSENT += [at_night("mlx5", mode, "dispatch") for mode in ("normal", "one hop")]
 ABSENT += [at_night("verbs", mode, "dispatch") for mode in MODES]
 MISTAKES = [("normal", "dtype"), ("normal", "ids"), ("normal", "combine"), ("low latency", "dtype")]
 MISTAKES += [at_night("one hop", "dtype"), at_night("one hop", "ids"), at_night("one hop", "combine")]
@@ -61,7 +61,7 @@ AROUND_MISTAKES += [one_rank.run_mistake_of_another_thread, one_rank.run_mistake
 
 
 @pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("fabric", ["", "tcp", at_night("verbs"), at_night("ibgda")])
+@pytest.mark.parametrize("fabric", ["", "tcp", at_night("verbs"), at_night("mlx5")])
 @pytest.mark.parametrize("run", AROUND_MISTAKES)
 def test_what_comes_before_and_after_a_mistake(over, run, fabric, mode):
     over(fabric, run, mode, HOST, 4 if fabric else 2)
@@ -76,7 +76,7 @@ def test_survivors(tmp_path, mode, check):
     assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
-@pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("tcp", 4), at_night("", 4), at_night("ibgda", 4)])
+@pytest.mark.parametrize(("fabric", "nodes"), [("", 1), ("tcp", 4), at_night("", 4), at_night("mlx5", 4)])
 def test_a_late_rank_is_masked(over, fabric, nodes):
     mask_s = patience(0.8)
     took = over(fabric, one_rank.run_one_masked, HOST, nodes, mask_s)

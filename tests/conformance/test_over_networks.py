@@ -30,12 +30,12 @@ FABRICS = choice.OF_HOST
         ("tcp", 1, 1),
         ("tcp", 2, 1),
         ("verbs", 2, 2),
-        ("ibgda", 2, 1),
+        ("mlx5", 2, 1),
         at_night("tcp", 2, 2),
         at_night("verbs", 1, 1),
         at_night("verbs", 2, 1),
-        at_night("ibgda", 1, 1),
-        at_night("ibgda", 2, 2),
+        at_night("mlx5", 1, 1),
+        at_night("mlx5", 2, 2),
     ],
 )
 @pytest.mark.parametrize("seeds", [range(2), at_night(range(2, 4))], ids=["two", "two more"])
@@ -73,7 +73,7 @@ def test_a_rank_that_has_done_its_part_may_close_its_buffer() -> None:
     buffer.close()
 
 
-@pytest.mark.parametrize("fabric", ["", "ibgda"])
+@pytest.mark.parametrize("fabric", ["", "mlx5"])
 @run_on("ranks")
 def test_buffers_leave_no_descriptor_and_no_thread() -> None:
     """Buffers that are closed, released, closed after a reset or after a failure, and left to the garbage collector."""
@@ -117,8 +117,8 @@ SAYS_NOTHING = "confirmed nothing of what was sent"
         ("verbs", dict(unposted=errno.ENOMEM), "ibv_post_send: Cannot allocate memory"),
         # Rank 1's own connection is in an error, too: whoever sees its own first says so.
         ("verbs", dict(refused_after=0), "the other card refused access to memory|was in an error already"),
-        ("ibgda", dict(silent_after=0), SAYS_NOTHING),
-        ("ibgda", dict(refused_after=0), r"broke: fake_0 port 1 \(10\.99\.0\.1\)"),
+        ("mlx5", dict(silent_after=0), SAYS_NOTHING),
+        ("mlx5", dict(refused_after=0), r"broke: fake_0 port 1 \(10\.99\.0\.1\)"),
     ],
 )
 @run_on("ranks")
@@ -152,10 +152,10 @@ IS_DOWN = "fake_0 port 1 (RoCE): it is down on rank 2"
         ("verbs", dict(down=1), IS_DOWN),
         ("verbs", dict(devices=0), "libibverbs finds no network card on rank 2"),
         ("verbs", dict(network=9), "10.99.9.1"),
-        ("ibgda", dict(mlx5=0), "fake_0 port 1 (RoCE): it is no card of the driver mlx5 on rank 2"),
-        ("ibgda", dict(down=1), IS_DOWN),
-        ("ibgda", dict(stride=128), "its driver keeps queues in another form than mlx5's on rank 2"),
-        ("ibgda", dict(network=9), "10.99.9.1"),
+        ("mlx5", dict(mlx5=0), "fake_0 port 1 (RoCE): it is no card of the driver mlx5 on rank 2"),
+        ("mlx5", dict(down=1), IS_DOWN),
+        ("mlx5", dict(stride=128), "its driver keeps queues in another form than mlx5's on rank 2"),
+        ("mlx5", dict(network=9), "10.99.9.1"),
     ],
 )
 @run_on("ranks")

@@ -68,12 +68,12 @@ def test_nothing_is_missing() -> None:
         ({"cuda__gpus": ["0, Tesla T4, 15360 MiB, 580.1, 7.5"]}, "GPU", "Tesla T4: the kernels need"),
         *(
             (
-                {"cuda__fabrics": {"nvshmem": "not built", "nccl": "not built", "ibgda": ibgda, "verbs": verbs}},
+                {"cuda__fabrics": {"nvshmem": "not built", "nccl": "not built", "mlx5": mlx5, "verbs": verbs}},
                 "several machines",
                 rf"would use {chosen}: `pip install nvidia-nvshmem-cu13`",
             )
-            for ibgda, verbs, chosen in (
-                ("mlx5_0 port 1: up, fe80::1", "mlx5_0 port 1: up, fe80::1", "ibgda"),
+            for mlx5, verbs, chosen in (
+                ("mlx5_0 port 1: up, fe80::1", "mlx5_0 port 1: up, fe80::1", "verbs"),
                 ("mlx5_0 port 1: not of mlx5", "mlx5_0 port 1: down; mlx5_1 port 1: up, fe80::1", "verbs"),
                 ("libmlx5.so.1 is missing", "libibverbs finds no network card", "tcp"),
             )

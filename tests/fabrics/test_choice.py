@@ -28,7 +28,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "card").mkdir(parents=True)
     monkeypatch.setattr(rdma, "FOLDER", folder)
     monkeypatch.setattr(verbs, "usable", refuse("verbs"))
-    monkeypatch.setattr(verbs, "try_direct", refuse("ibgda"))
+    monkeypatch.setattr(verbs, "try_direct", refuse("mlx5"))
     return folder
 
 
@@ -70,12 +70,12 @@ def networks(monkeypatch: pytest.MonkeyPatch):
         loads = {name: (lambda: None) if name in names else refuse(name) for name in NETWORKS}
         monkeypatch.setattr(choice, "NETWORKS", loads)
         monkeypatch.setattr(verbs, "usable", (lambda: ["a port"]) if "verbs" in names else refuse("verbs"))
-        monkeypatch.setattr(verbs, "try_direct", (lambda gpu: None) if "ibgda" in names else refuse("ibgda"))
+        monkeypatch.setattr(verbs, "try_direct", (lambda gpu: None) if "mlx5" in names else refuse("mlx5"))
 
     return have
 
 
-ALL = (*NETWORKS, "ibgda", "verbs", "tcp")
+ALL = (*NETWORKS, "mlx5", "verbs", "tcp")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,11 @@ ALL = (*NETWORKS, "ibgda", "verbs", "tcp")
         ("ab", None, ["nccl"], (), "nccl"),
         ("ab", None, [], (), "tcp"),
         ("ab", None, ["verbs"], (), "verbs"),
-        ("ab", None, ["verbs", "ibgda"], (), "ibgda"),
+        # mlx5 by its name alone
+        ("ab", None, ["mlx5"], (), "tcp"),
+        ("ab", None, ["verbs", "mlx5"], (), "verbs"),
         # everywhere
-        ("ab", None, ["verbs", "ibgda"], [{}, {}, {1: "another driver"}], "verbs"),
+        ("ab", None, ["verbs", "mlx5"], [{}, {}, {1: "no atomics"}], "tcp"),
         ("ab", None, NETWORKS, [{1: rdma.NO_CARD}] * 4, "tcp"),
         ("ab", None, NETWORKS, [{1: "no nvshmem"}], "nccl"),
         ("abc", None, NETWORKS, [{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}], "tcp"),
@@ -114,7 +116,11 @@ def test_several_machines_without_a_card_take_the_host(networks, cards: Path) ->
     ("hosts", "wanted", "answers", "kind", "says"),
     [
         ("aba", ["p2p"] * 3, (), ep.EPError, "p2p connects the processes of one machine, but the ranks run on a, b"),
-        ("a", ["pigeon"], (), ValueError, "'pigeon', must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"),
+        ("a", ["pigeon"], (), ValueError, "'pigeon', must be one of p2p, nvshmem, nccl, mlx5, verbs, tcp$"),
+        *(
+            (hosts, ["ibgda"] * 2, (), ValueError, "'ibgda', must be .*: ibgda is called mlx5 now; for .* it is nvshmem$")
+            for hosts in ("aa", "ab")
+        ),
         ("aa", [None, "pigeon"], (), ValueError, "is unset on rank 0, 'pigeon' on rank 1, must be one of p2p"),
         ("aaa", [None, "nccl", None], (), ep.EPError, "is unset on rank 0 and 2, 'nccl' on rank 1, must be the same"),
         ("ab", ["nvshmem"] * 2, [{1: "no nvshmem"}], ep.EPError, "^no nvshmem on rank 1$"),
@@ -154,7 +160,7 @@ def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("ab") == "2 machines; nvshmem lacks something"
     assert reason("aa", "nccl") == "MEGATRON_EP_FABRIC says so"
     monkeypatch.setattr(choice, "NETWORKS", {name: refuse(name) for name in NETWORKS})
-    lacks = "; ".join(f"{name} lacks something" for name in (*NETWORKS, "ibgda", "verbs"))
+    lacks = "; ".join(f"{name} lacks something" for name in (*NETWORKS, "verbs"))
     assert reason("ab") == f"2 machines; {lacks}"
 
 

@@ -16,8 +16,8 @@ def library() -> str:
 
 
 def use_library(path: str, fabric: str) -> None:
-    """In this process, with the cards' own queues for ibgda."""
-    verbs.LIBRARY, verbs.MLX5_LIBRARY = path, path if fabric == "ibgda" else "libnone.so.1"
+    """In this process, with the cards' own queues for mlx5."""
+    verbs.LIBRARY, verbs.MLX5_LIBRARY = path, path if fabric == "mlx5" else "libnone.so.1"
 
 
 @contextmanager

@@ -379,7 +379,7 @@ def test_groups_meet_apart() -> None:
 
 
 def test_an_invitation_for_each_of_many_ranks() -> None:
-    """What a rank of 1024 tells over ibgda."""
+    """What a rank of 1024 tells over mlx5."""
     told = Listening("::1", 1, [bytes(16)] * 1024, [bytes(16)] * 1024, [bytes(1240)] * 1024, ["mlx5_0:1"], {})
     data = codec.encode(told)
     assert codec.decode(data, Listening, codec.most_bytes(1024)) == told

@@ -237,22 +237,25 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
         return examine_cards(library, [{}, {}], wanted)
 
 
-@pytest.mark.parametrize("wanted", [pytest.param("", marks=pytest.mark.nightly), "ibgda"])
-def test_cards_are_measured_as_jobs_take_them(ranks, wanted):
-    for text, status in ranks.run(examine_own_queues, library(), wanted, False):
+def test_cards_are_measured_as_jobs_take_them(ranks):
+    for text, status in ranks.run(examine_own_queues, library(), "mlx5", False):
         assert status == 0 and "FAIL" not in text, text
-        assert "\nby ibgda, as a job takes them" in text and "export MEGATRON_EP_FABRIC=ibgda  # not where" in text, (
-            text
-        )
+        assert "\nby mlx5, as a job takes them" in text and "export MEGATRON_EP_FABRIC=mlx5  # not where" in text, text
         assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
+
+
+@run_on("ranks")
+def test_a_fabric_that_is_none_is_refused():
+    with mock.patch.dict(os.environ, {choice.VARIABLE: "ibgda"}), pytest.raises(ValueError, match="called mlx5 now"):
+        examine()
 
 
 @pytest.mark.nightly
 def test_own_queues_that_one_machine_lacks(ranks):
     for text, status in ranks.run(examine_own_queues, library(), "", True):
-        assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs  # not where" in text, text
-    for text, status in ranks.run(examine_own_queues, library(), "ibgda", True):
-        assert status == 1 and "/1 (rank 1): the ibgda fabric needs" in text and "FABRIC=ibgda" not in text, text
+        assert status == 0 and "by mlx5" not in text and "export MEGATRON_EP_FABRIC=verbs  # not where" in text, text
+    for text, status in ranks.run(examine_own_queues, library(), "mlx5", True):
+        assert status == 1 and "/1 (rank 1): the mlx5 fabric needs" in text and "FABRIC=mlx5" not in text, text
 
 
 def test_the_wrong_card_is_named_and_left_out(ranks):

@@ -1,4 +1,4 @@
-"""Host ranks of several machines over network cards that write to each other's memory: over verbs, and over ibgda,
+"""Host ranks of several machines over network cards that write to each other's memory: over verbs, and over mlx5,
 where ranks post in a card's own queues as GPUs do. The machines are this one, under several names, and the cards are
 those of a libibverbs and a libmlx5 of the tests' own (tests/csrc/fake_ibverbs.cpp, fake_mlx5.h): no real one has been
 seen."""
@@ -25,7 +25,7 @@ from megatron_ep.tools.local_ranks import LocalRanks
 @pytest.fixture(scope="module")
 def ranks():
     with LocalRanks(W, 120) as ranks:
-        ranks.run(use_library, library(), "ibgda")
+        ranks.run(use_library, library(), "mlx5")
         yield ranks
 
 
@@ -66,10 +66,10 @@ def test_a_library_that_cannot_provide_for_forks(own_library):
 
 @run_on("ranks")
 def test_no_row_goes_over_tcp():
-    """No thread of the host carries rows over ibgda: over TCP, or by telling a card."""
+    """No thread of the host carries rows over mlx5: over TCP, or by telling a card."""
     sent = []
     whole = tcp.Network.segments_sent
-    with machines_of(1, "ibgda"), buffer_of() as buffer:
+    with machines_of(1, "mlx5"), buffer_of() as buffer:
         network = buffer._group._network
         ids = torch.arange(16).repeat(64, 1)[:, :4].contiguous()
         for _ in range(2):
@@ -86,8 +86,8 @@ def test_no_row_goes_over_tcp():
 def test_the_bits_over_several_cards_a_rank():
     rank = dist.get_rank()
     with cards_with(devices=2, seed=7 + rank):
-        run_cases("ibgda", 1, 1, range(1))
-        with machines_of(1, "ibgda"), buffer_of() as buffer:
+        run_cases("mlx5", 1, 1, range(1))
+        with machines_of(1, "mlx5"), buffer_of() as buffer:
             assert buffer._group._network.cards() == [f"rank {rank} has fake_0 port 1 and fake_1 port 1"]
 
 
@@ -105,22 +105,30 @@ def test_the_bits_over_several_cards_a_rank():
 def test_what_is_missing_of_libmlx5_is_said(name, says):
     """It is missing on rank 1."""
     with (
-        machines_of(1, "ibgda"),
+        machines_of(1, "mlx5"),
         mock.patch.object(verbs, "MLX5_LIBRARY", name if dist.get_rank() == 1 else verbs.MLX5_LIBRARY),
-        pytest.raises(EPError, match=f"^the ibgda fabric needs.*{says}"),
+        pytest.raises(EPError, match=f"^the mlx5 fabric needs.*{says}"),
     ):
+        buffer_of()
+
+
+@pytest.mark.parametrize("size", [1, W])
+@run_on("ranks")
+def test_the_former_name_of_mlx5_is_refused(size):
+    says = r"is 'ibgda', must be one of .*: ibgda is called mlx5 now; for IBGDA of NVSHMEM it is nvshmem$"
+    with machines_of(size, "ibgda"), pytest.raises(ValueError, match=says):
         buffer_of()
 
 
 @pytest.mark.parametrize(
     ("facts", "wanted", "taken"),
     [
-        ({}, "", "ibgda"),
-        (dict(mlx5=0), "", "verbs"),
+        ({}, "", "verbs"),
         (dict(down=1), "", "tcp"),
+        ({}, "mlx5", "mlx5"),
         ({}, "verbs", "verbs"),
         ({}, "tcp", "tcp"),
-        ({}, "nccl", "ibgda"),  # what is wanted of GPUs
+        ({}, "nccl", "verbs"),  # what is wanted of GPUs
     ],
 )
 @run_on("ranks")
@@ -140,17 +148,24 @@ def test_report(own_library, monkeypatch):
     monkeypatch.setattr(rdma, "has_cards", lambda: True)
     with cards_with(devices=2):
         facts = choice.report()
-    assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
+    assert facts["mlx5"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
     assert facts["card of each rank"] == "on the host in turn fake_0:1, fake_1:1"
-    assert facts["chosen on the host"] == "shared memory on one machine, ibgda on several"
+    assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
     monkeypatch.setattr(verbs.near_cards, "of_process", lambda: ["fake_1", "fake_2"])
     with cards_with(devices=2):
         assert verbs.report_of_ranks([]).endswith(
             "fake_0:1, fake_1:1; bound to a NUMA node as this process is, fake_1:1"
         )
+    monkeypatch.setenv(choice.VARIABLE, "mlx5")
+    with cards_with():
+        assert choice.report()["chosen on the host"] == "shared memory on one machine, mlx5 on several"
+    monkeypatch.setenv(choice.VARIABLE, "ibgda")
+    with cards_with():
+        assert choice.report()["chosen on the host"].endswith("for IBGDA of NVSHMEM it is nvshmem")
+    monkeypatch.delenv(choice.VARIABLE)
     with cards_with(mlx5=0):
         facts = choice.report()
-    assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
+    assert facts["mlx5"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
     assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
     with cards_with(down=1):
@@ -233,10 +248,10 @@ def test_ranks_of_a_machine_share_its_cards(own_library):
     machines = ["a", "b", "a"]
     with cards_with(devices=5):
         shared = [["fake_0", "fake_2", "fake_4"], [f"fake_{i}" for i in range(5)], ["fake_1", "fake_3"]]
-        assert names_of(machines, "ibgda") == shared
+        assert names_of(machines, "mlx5") == shared
         near = [["fake_4"], ["fake_4"], ["fake_0", "fake_1"]]
-        assert len(names_of(machines, "ibgda", near=near)[0]) == 3  # on b there is one rank
-        taken = names_of(["a", "a", "b", "b"], "ibgda", near=near[::2] * 2)
+        assert len(names_of(machines, "mlx5", near=near)[0]) == 3  # on b there is one rank
+        taken = names_of(["a", "a", "b", "b"], "mlx5", near=near[::2] * 2)
         assert taken == [["fake_4"], ["fake_0", "fake_1"]] * 2
     assert names_of(machines, "tcp") == [[]] * 3
 
@@ -255,4 +270,4 @@ def test_which_card_the_rank_of_a_gpu_takes(own_library, monkeypatch):
     monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
     with cards_with(devices=3):
         assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"
-        assert verbs.report_of_ranks(["a", "b"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1 (ibgda: fake_1:1 too)"
+        assert verbs.report_of_ranks(["a", "b"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1 (mlx5: fake_1:1 too)"

@@ -57,7 +57,6 @@ class Machine:
     address: str  # address that it would use
     fabric: str | None  # fabric that the variable asks for
     cards: list[str]  # usable ports, with the names of `verbs.setting`
-    direct: list[str]  # usable ports to whose queues a rank can post directly
     no_cards: str  # why there are none
 
 
@@ -83,9 +82,8 @@ class Examination:
         first = [self.infos[rank] for rank in self.first_ranks]
         often = Counter(one.name for one in first)
         self.machines = [one.name if often[one.name] == 1 else f"{one.name}/{one.address}" for one in first]
-        # A job chooses between these fabrics in the same way.
-        self.by_card = choice.IBGDA if all(one.direct for one in self.infos) else choice.VERBS
-        self.cards = [one.direct if self.by_card == choice.IBGDA else one.cards for one in self.infos]
+        self.by_card = choice.MLX5 if all(one.fabric == choice.MLX5 for one in self.infos) else choice.VERBS
+        self.cards = [one.cards for one in self.infos]
 
     def builds(self) -> list[str]:
         """Returns a line for each build of the ranks if they have several."""
@@ -126,7 +124,7 @@ class Examination:
         cards: list[_C.Card] = []
         if place is not None:
             _, refused = self._together(
-                lambda: cards.append(verbs.card_at(place, direct=self.by_card == choice.IBGDA)), float
+                lambda: cards.append(verbs.card_at(place, direct=self.by_card == choice.MLX5)), float
             )
             if refused:
                 return Findings([], [], {}, 0.0, refused)
@@ -321,7 +319,8 @@ def _bytes_at(rate: float) -> int:
 def _introduce(apart: bool, rank: int) -> Machine:
     wanted = os.environ.get(addresses.VARIABLE) or None
     name = os.uname().nodename
-    cards, direct, why = _cards()
+    fabric = choice.wanted_here()
+    cards, why = _cards(fabric)
     return Machine(
         name=f"{name}/{rank}" if apart else name,
         identity=f"rank {rank}" if apart else processes.machine(),
@@ -329,26 +328,22 @@ def _introduce(apart: bool, rank: int) -> Machine:
         networks=list(dict.fromkeys(str(interface.network) for _, interface in addresses.interfaces())),
         wanted=wanted,
         address=addresses.own_address(),
-        fabric=os.environ.get(choice.VARIABLE) or None,
+        fabric=fabric,
         cards=cards,
-        direct=direct,
         no_cards=why,
     )
 
 
-def _cards() -> tuple[list[str], list[str], str]:
-    """Returns usable ports, those to whose queues a rank can post directly, and why there are none."""
-    wanted = os.environ.get(choice.VARIABLE)
+def _cards(wanted: str | None) -> tuple[list[str], str]:
+    """Returns usable ports, and why there are none. wanted: fabric that the variable asks for."""
     if wanted == choice.TCP or (wanted not in choice.BY_CARD and not rdma.has_cards()):
-        return [], [], rdma.NO_CARD
-    lacks = "" if wanted == choice.VERBS else choice.what_lacks(choice.IBGDA, on_gpus=True)
-    if wanted == choice.IBGDA and lacks:
-        return [], [], lacks
+        return [], rdma.NO_CARD
+    if wanted == choice.MLX5 and (lacks := choice.what_lacks(wanted, on_gpus=True)):
+        return [], lacks
     try:
-        direct = [] if wanted == choice.VERBS or lacks else list(map(verbs.setting, verbs.usable(direct=True)))
-        return list(map(verbs.setting, verbs.usable())), direct, ""
+        return list(map(verbs.setting, verbs.usable(direct=wanted == choice.MLX5))), ""
     except (EPError, ValueError) as error:
-        return [], [], str(error)
+        return [], str(error)
 
 
 def _build() -> str:

@@ -86,8 +86,8 @@ def examine_cards(examination: Examination) -> Ways:
     lacking = examination.no_cards()
     if lacking:
         return Ways(_section("network cards", "", lacking), is_bad=examination.infos[0].fabric in choice.BY_CARD)
-    if examination.by_card == choice.IBGDA:
-        ways.lines += ["", "by ibgda, as a job takes them, ranks on GPUs too; measured from memory of the host:"]
+    if examination.by_card == choice.MLX5:
+        ways.lines += ["", "by mlx5, as a job takes them, ranks on GPUs too; measured from memory of the host:"]
     found = {place: examination.examine(None, place) for place in examination.places()}
     rates = [rate for findings in found.values() for rate in report.rates_of(findings).values()]
     for place, findings in found.items():
@@ -138,7 +138,7 @@ def main_of_rank(timeout: float) -> int:
     rendezvous = StoreRendezvous.over(dist.PrefixStore(f"check --network {attempt}", store), rank, world_size, wait)
     try:
         text, status = examine_all(rendezvous, timeout)
-    except EPError:
+    except (EPError, ValueError):
         with contextlib.suppress(EPError):
             rendezvous.leave("", lambda _: False, TRIAL_S)  # the store may end with rank 0
         raise
