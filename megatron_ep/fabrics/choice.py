@@ -4,11 +4,11 @@ p2p connects processes that map each other's memory (`peer_memory.py`), of one m
 between several nodes are copies then. The other fabrics connect several machines. nvshmem and nccl (GIN) use one-sided
 puts and signals of a library; a rank that gives up stops its own node immediately and other nodes within two seconds
 (`failure_broadcast.py`). NVSHMEM connects only one group of ranks in the life of a process. With verbs and tcp, a
-thread of the host sends for the GPUs (`proxied.py`) through a network card (`verbs.py`) or over TCP, which needs neither
-a library nor a card. With mlx5, GPUs or host ranks post to an NVIDIA network card themselves (`verbs.py`); it has run on
-no card, and is never chosen unless it is asked for. MEGATRON_EP_FABRIC, equal on all ranks, forces a fabric. Otherwise
-ranks on one machine or in one domain use p2p, and ranks on several machines use the first of nvshmem, nccl and verbs
-that all ranks can use, or else tcp.
+thread of the host sends for the GPUs (`proxied.py`) through a network card (`verbs.py`) or over TCP, which needs
+neither a library nor a card. With mlx5, GPUs or host ranks post to an NVIDIA network card themselves (`verbs.py`); it
+has run on no card, and is never chosen unless it is asked for. MEGATRON_EP_FABRIC, equal on all ranks, forces a fabric.
+Otherwise ranks on one machine or in one domain use p2p, and ranks on several machines use the first of nvshmem, nccl
+and verbs that all ranks can use, or else tcp.
 
 Ranks on the host share memory within a machine, and use verbs, or else tcp, between machines.
 """

@@ -118,7 +118,13 @@ def test_several_machines_without_a_card_take_the_host(networks, cards: Path) ->
         ("aba", ["p2p"] * 3, (), ep.EPError, "p2p connects the processes of one machine, but the ranks run on a, b"),
         ("a", ["pigeon"], (), ValueError, "'pigeon', must be one of p2p, nvshmem, nccl, mlx5, verbs, tcp$"),
         *(
-            (hosts, ["ibgda"] * 2, (), ValueError, "'ibgda', must be .*: ibgda is called mlx5 now; for .* it is nvshmem$")
+            (
+                hosts,
+                ["ibgda"] * 2,
+                (),
+                ValueError,
+                "'ibgda', must be .*: ibgda is called mlx5 now; for .* it is nvshmem$",
+            )
             for hosts in ("aa", "ab")
         ),
         ("aa", [None, "pigeon"], (), ValueError, "is unset on rank 0, 'pigeon' on rank 1, must be one of p2p"),

@@ -104,6 +104,7 @@ def measure():
 def take_grouped_experts():
     """Megatron's own layers, with its own dispatcher, take this project's experts."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
+
     from megatron_ep.megatron.experts import GroupedExperts
 
     build = MoELayer.__init__
