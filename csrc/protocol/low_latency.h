@@ -9,8 +9,7 @@ namespace ep {
 
 // The low-latency mode: a token goes straight to each rank that needs it, in one hop. A call has a
 // sending and a receiving half, launched separately or as one; then a warp receives once it has
-// sent its share. No warp waits for another warp of its own rank and call, but the one that tells a
-// waiting host how many rows come (wait_for_checked_ids).
+// sent its share. No warp waits for another warp of its own rank and call.
 //
 // A sender writes into memory that its reader has released, and waits for nothing else. A receiver
 // waits for the numbers and tags of its call. Two calls of a kind may be in flight, one per bank;

@@ -314,13 +314,6 @@ EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
     }
 }
 
-// Runs a launch's halves of a call. In a launch of both each warp sends its share, then receives
-// its share. With few rows most warps have none to send and are ready when the first ones come;
-// with many all warps send. What the warps on the GPU send arrives, whatever they wait for
-// afterwards.
-//
-// send() and receive(): a warp's share; false: it ended badly.
-//
 // Whether the layout that a call uses, if any, is that of a dispatch that has not failed: after a
 // reset of the buffer its handle may still be used. The first warp fails the call otherwise.
 template <WarpLike W, class F, class Args>
@@ -330,6 +323,13 @@ EP_FN bool has_layout(W& warp, const LowLatencyCall<F, Args>& call, const Team& 
     return false;
 }
 
+// Runs a launch's halves of a call. In a launch of both each warp sends its share, then receives
+// its share. With few rows most warps have none to send and are ready when the first ones come;
+// with many all warps send. What the warps on the GPU send arrives, whatever they wait for
+// afterwards.
+//
+// send() and receive(): a warp's share; false: it ended badly.
+//
 // Halves of one launch end together, but with masking other ranks wait for all that this one sends.
 // A rank that the sending half left out is left out of the receiving half, too.
 template <LowLatencyLaunches kLaunches, WarpLike W, class F, class Args, class Send, class Receive>

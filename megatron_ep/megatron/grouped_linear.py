@@ -50,9 +50,10 @@ class GroupedLinear(torch.nn.Module):
         guard()
         self._config, self._groups, self._split, self._halves = config, groups, split, halves
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made = dict(device=device, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(torch.empty(num_local_experts, *shape, **made))
-        self.bias = torch.nn.Parameter(torch.zeros(num_local_experts, shape[0], **made)) if _has_bias(config) else None
+        dtype = config.params_dtype
+        self.weight = torch.nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))
+        bias = torch.zeros(num_local_experts, shape[0], device=device, dtype=dtype) if _has_bias(config) else None
+        self.bias = None if bias is None else torch.nn.Parameter(bias)
         # Megatron reduces the gradients of such parameters over the ranks that have the same experts.
         has_own_ranks = (
             config.expert_model_parallel_size > 1

@@ -128,9 +128,9 @@ def dispatch(
         x or topk_weights requires a gradient. Rows that do not fit are omitted and reported in `overflow`.
     max_recv_tokens: fixes R. Rows of x after the last expert's are undefined, or zeros if x or topk_weights requires a
         gradient. Rows beyond R are omitted. A token is omitted completely (zeros) if it is not among the first R to
-        arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T), or
-        W * Config.max_tokens if that is more. Both are reported in `overflow`. On a GPU the call is then free of host
-        waits, as CUDA graphs require, so invalid ids in topk_idx are found later, by the next call or `synchronize`.
+        arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are reported
+        in `overflow`. On a GPU the call is then free of host waits, as CUDA graphs require, so invalid ids in topk_idx
+        are found later, by the next call or `synchronize`; so they may be in a call in one hop whose host waits.
         With several nodes and different T, R must also be at least the number of tokens that any rank sends to another
         node, and the ranks of that node must have room for them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 are sent as results of `float8.quantize`

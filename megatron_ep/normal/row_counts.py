@@ -24,13 +24,9 @@ def max_arrivals(group: RankGroup, max_recv_tokens: int, expert_capacity: int, n
     """Returns the number of arriving tokens that tables have room for if the host does not wait for counts.
 
     Further tokens are dropped. Without a capacity, max_recv_tokens tokens fill all rows. With one, tokens of a full
-    expert take no row, so there is room for all tokens, if no rank has more than this one, or than `Config.max_tokens`.
+    expert take no row, so there is room for all tokens, if no rank has more than this one.
     """
-    if expert_capacity == 0:
-        return max_recv_tokens
-    promised = group.config.max_tokens
-    tokens = num_tokens if promised is None else max(num_tokens, promised)
-    return max(max_recv_tokens, group.topology.world_size * tokens)
+    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, group.topology.world_size * num_tokens)
 
 
 def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:

@@ -106,8 +106,8 @@ def test_a_handle_from_before_a_reset_in_a_graph(promise):
 
 
 @run_on("ranks")
-def test_invalid_ids_are_refused_by_the_dispatch_that_has_them():
-    """Those of the last of many tokens, although the host hears of its rows before the end of the dispatch."""
+def test_invalid_ids_are_refused():
+    """Those of the last of many tokens, by the next call at the latest: the host may hear of the rows first."""
     set_device()
     with ep.Buffer(None, ep.Config(E, max_tokens=512, timeout=20), ep.Topology(1, W), device="cuda") as buffer:
         for i in range(20):

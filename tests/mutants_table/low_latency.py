@@ -22,7 +22,7 @@ MUTANTS: Table = {
         ),
     ],
     ("launch/cuda/low_latency_kernels.h", "low_latency"): [
-        ("count_half: the number of the next call to be sent", "if (!one_hop) number = *counted;"),
+        ("count_half: the number of the next call to be sent", "number = *counted;"),
         ("count_half: no number is kept for the receiving half", "if (enters) warp.lanes(…);"),
     ],
     ("protocol/low_latency.h", "low_latency"): [
@@ -100,9 +100,6 @@ MUTANTS: Table = {
             "if (!may_send(warp, call, team)) return Ended::Failed;",
         ),
         ("run_halves: a layout that was given up", "if (!has_layout(warp, call, team)) return Ended::Failed;"),
-    ],
-    ("protocol/low_latency_dispatch.h", "low_latency"): [
-        ("dispatch: rows are reported before all ids are checked", "if (!notes_starts(team)) …;", "return true;"),
     ],
     ("fabric/cuda/p2p_fabric.h", "low_latency"): [
         ("p2p signal_to of low latency: the rank's scope", LL_SIGNAL, SYSTEM, RANK),

@@ -164,18 +164,6 @@ def test_about_as_many_rows_as_last_time(ranks, layout):
     assert asked == calls and receives == [False, False, False, True, False, False]
 
 
-@pytest.mark.parametrize("max_tokens", [None, 17], ids=["in one hop", "through rings"])
-def test_a_promise_bounds_the_tokens_that_arrive(max_tokens):
-    """Rank 0 has no tokens and room for 40 rows. Of 48 tokens of other ranks 40 want one expert, which takes 20."""
-    x, _, _ = inputs((0, 16, 16, 16))
-    ids = torch.where(torch.arange(48) < 40, 0, 1).view(48, 1)
-    ids = [ids[:0], ids[:16], ids[16:32], ids[32:]]
-    with ep.LocalCluster(1, W, settings()) as cluster:
-        received = ep.dispatch(x, ids, buffer=cluster, expert_capacity=20, max_recv_tokens=40, max_tokens=max_tokens)
-        assert (received.handle.one_hop is None) == (max_tokens == 17)
-    assert torch.equal(received.x[0][20:28], torch.cat(x)[40:])
-
-
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
