@@ -1,4 +1,8 @@
-"""The low-latency mode: dispatch and combine for few tokens, in one hop, without waiting on the host."""
+"""The low-latency mode: dispatch and combine for few tokens, in one hop, without waiting on the host.
+
+Shapes: T tokens of this rank, H elements of a row, K experts of a token, E experts in all, L = E / ranks local experts,
+R rows that arrive on this rank.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 With a Buffer they take and return tensors, with a LocalCluster lists with one tensor per rank. As linear maps, dispatch
 and combine are each other's transpose: the backward pass of each is the other, and can itself be differentiated.
+
+Shapes: T tokens of this rank, H elements of a row, K experts of a token, E experts in all, L = E / ranks local experts,
+R rows that arrive on this rank.
 """
 
 from __future__ import annotations
