@@ -4,14 +4,18 @@ import contextlib
 import importlib.util
 import io
 import itertools
+import os
 import re
 import shutil
 import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import megatron_trees
 import pytest
+from ports import free_port
 
 import megatron_ep
 from megatron_ep.cli.main import main
@@ -218,8 +222,35 @@ def python_blocks(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_what_readme_shows_runs() -> None:
-    exec(python_blocks("README.md")[0], {})
+@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+def test_what_a_newcomer_copies_runs_and_prints(document: str) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(python_blocks(document)[0], {})
+    assert "output" in printed.getvalue()
+
+
+@pytest.mark.nightly
+@pytest.mark.needs(megatron_trees.LACK)
+def test_the_step_that_readme_shows_runs_without_a_gpu() -> None:
+    text = (ROOT / "README.md").read_text()
+    clone, _, command = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0].partition("\n")
+    assert clone.startswith("git clone") and command.count(" pretrain_gpt.py ") == 1
+    before, behind = re.findall(r"`(--[^`]+)`", text.partition("Without a GPU add ")[2])[:2]
+    command = command.strip().replace(" pretrain_gpt.py ", f" {before} pretrain_gpt.py ") + f" {behind}"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=megatron_trees.INSTALLED,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("MoE layers dispatch over 2 ranks (1 x 2, shared memory)") == 1, done.stdout[-4000:]
+    assert re.search(r"iteration +10/ +10 .* lm loss: \d", done.stdout), done.stdout[-4000:]
 
 
 def test_memory_of_a_rank_is_what_its_code_prints() -> None:
