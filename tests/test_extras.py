@@ -24,7 +24,7 @@ EXTRAS = {
 }
 # Forks a process for each, so that torch and Megatron are imported once.
 PROGRAM = """
-import importlib, os, re, sys, traceback
+import contextlib, importlib, io, os, re, sys, traceback
 import torch
 try:
     import megatron.core.models.gpt.gpt_layer_specs, megatron.core.optimizer
@@ -53,7 +53,9 @@ def run():
             own = any(f"{name}.".startswith(f"{hidden}.") for hidden in hides)
             if not own and (error.name or "").startswith("megatron_ep"):
                 raise
-    exec(compile(example, readme, "exec"), {})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(example, readme, "exec"), {})
+    assert "output" in printed.getvalue()
     from megatron_ep.fabrics import choice
     facts = choice.report()
     for fabric, module in (("nvshmem's ibgda", "nvshmem_env"), ("mlx5", "verbs"), ("verbs", "verbs")):
