@@ -11,7 +11,7 @@ from megatron_ep import float8
 
 PACKAGE = Path(ep.__file__).parent
 # Of what runs inside other programs; the rest are commands of our own.
-PACKAGES = ["", "buffer", "fabrics", "meeting", "deep_ep", "deep_ep/utils", "low_latency", "megatron", "normal"]
+PACKAGES = ["", "buffer", "fabrics", "meeting", "deep_ep", "low_latency", "megatron", "normal"]
 PACKAGES += ["router"]
 OF_DEFAULT_DTYPE = {"empty", "empty_strided", "eye", "linspace", "ones", "rand", "randn", "zeros"}
 MAKE_TENSORS = OF_DEFAULT_DTYPE | {"arange", "full", "tensor"}

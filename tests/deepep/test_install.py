@@ -17,14 +17,12 @@ SCRIPT = """
     import sibling
     from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
     from deep_ep.utils import EventHandle as OtherHandle
-    from deep_ep.utils.envs import init_dist
     from deep_ep.utils.event import EventOverlap as OtherOverlap
-    from deep_ep.utils.math import calc_diff
-    from deep_ep.utils.testing import bench_kineto
 
     import megatron_ep.deep_ep
 
     assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "3"], sys.argv
+    assert deep_ep.utils.EventOverlap is EventOverlap and deep_ep.utils.event.EventHandle is EventHandle
     assert EventHandle is OtherHandle and EventOverlap is OtherOverlap and Buffer is megatron_ep.deep_ep.Buffer
     assert importlib.util.find_spec("deep_ep").origin == deep_ep.__file__
     assert not hasattr(deep_ep, "HybridEPBuffer") and not hasattr(deep_ep, "EPBuffer")
@@ -34,7 +32,7 @@ SCRIPT = """
         assert "does not have DeepEP's EPBuffer, but Buffer and ElasticBuffer" in str(error), error
     else:
         raise AssertionError(EPBuffer)
-    command = [sys.executable, "-c", "import deep_ep.utils.math; print(deep_ep.__version__)"]
+    command = [sys.executable, "-c", "import deep_ep.utils.event; print(deep_ep.__version__)"]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     print(deep_ep.__version__, child.stdout.strip(), sibling.NAME)
 """

@@ -1,13 +1,43 @@
 """The helpers that DeepEP's tests import."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
+import rank_processes
 import torch
+from deep_ep_test_utils.deep_ep.utils import gate, refs, testing
+from deep_ep_test_utils.deep_ep.utils import math as numbers
 
-from megatron_ep.deep_ep.utils import gate, refs, testing
-from megatron_ep.deep_ep.utils import math as numbers
+TESTS = Path(__file__).parents[1]
+FIRST, SECOND = TESTS / "helpers/deep_ep_test_utils", TESTS.parent / "megatron_ep/deep_ep/shim"  # as in deep_ep.sh
+OWN_TEST = f"""
+import subprocess, sys
+import deep_ep, megatron_ep.deep_ep
+from deep_ep.utils import EventHandle
+from deep_ep.utils.envs import dist_print, get_global_seed, init_dist, init_seed
+from deep_ep.utils.gate import get_unbalanced_scores
+from deep_ep.utils.math import align, calc_diff, ceil_div, count_bytes, create_grouped_scores, hash_tensor
+from deep_ep.utils.math import inplace_unique, per_token_cast_back, per_token_cast_to_fp8, safe_div
+from deep_ep.utils.refs import combine, dispatch, generate_pre_combine_data, ordered_accumulate
+from deep_ep.utils.testing import bench, bench_kineto
+
+assert deep_ep.__file__.startswith({str(FIRST)!r}) and deep_ep.Buffer is megatron_ep.deep_ep.Buffer
+assert deep_ep.utils.refs.get_global_seed is get_global_seed
+assert EventHandle is deep_ep.EventHandle
+sys.exit(subprocess.call([sys.executable, "-c", "import deep_ep.utils.envs"]))
+"""
+
+
+def test_the_module_that_deep_eps_tests_import(tmp_path):
+    script = (TESTS / "gpu/deep_ep.sh").read_text()
+    assert all(f"$PWD/{folder.relative_to(TESTS.parent)}:" in script for folder in (FIRST, SECOND))
+    (tmp_path / "own_test.py").write_text(OWN_TEST)
+    # `python -m` puts the working directory before these.
+    paths = os.pathsep.join(map(str, [tmp_path, FIRST, SECOND, os.environ.get("PYTHONPATH", "")]))
+    done = rank_processes.run_one(["-m", "megatron_ep.deep_ep", "own_test.py"], tmp_path, PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr
 
 
 def test_numbers():

@@ -16,7 +16,8 @@ LIMIT=${LIMIT:-300}
 OUT=${OUT:-build/deep_ep}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0
+# The module that has the helpers of these tests comes before the package's own `deep_ep`.
+export PYTHONPATH="$PWD/tests/helpers/deep_ep_test_utils:$PWD/megatron_ep/deep_ep/shim:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0
 export MASTER_PORT=${MASTER_PORT:-8361}
 results=()
 failed=0

@@ -5,10 +5,10 @@ What all ranks send follows from seeds, so every rank knows what it must receive
 
 import torch
 import torch.distributed as dist
+from deep_ep_test_utils.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 from megatron_ep import reference
 from megatron_ep.deep_ep import Buffer, Config, EventHandle, EventOverlap
-from megatron_ep.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 
 class Inputs:

@@ -5,10 +5,10 @@ import itertools
 import torch
 import torch.distributed as dist
 from deep_ep_checks import Inputs, same, waited
+from deep_ep_test_utils.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 from megatron_ep import reference
 from megatron_ep.deep_ep import ElasticBuffer
-from megatron_ep.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 
 def check_elastic(group, device, hidden=256):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep.deep_ep.transfers import Rows, tensors_of
-from megatron_ep.deep_ep.utils.envs import get_global_seed
+
+from .envs import get_global_seed
 
 PRIME = 131071
 

@@ -1,4 +1,4 @@
-"""`deep_ep.utils`: the names that users import from it."""
+"""`deep_ep.utils`: the names that programs import from it. Helpers of DeepEP's tests are not here."""
 
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap
 
