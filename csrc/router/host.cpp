@@ -1,7 +1,4 @@
 // The router on the host: rows are divided among threads.
-// clang-format off
-#include "router/options.h"
-// clang-format on
 
 #include <unistd.h>
 
@@ -72,8 +69,8 @@ void forward_rows_of(const RouterConfig& config, const RouterForward& args, int6
         forward_row<Storage>(team, config, args, row, scratch);
 }
 
-EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForward& args,
-                                   int64_t first, int64_t last) {
+void forward_rows(const RouterConfig& config, const RouterForward& args, int64_t first,
+                  int64_t last) {
     with_type(args.dtype, [&]<class T>() { forward_rows_of<T>(config, args, first, last); });
 }
 
@@ -100,8 +97,8 @@ void backward_rows_of(const RouterConfig& config, const RouterBackward& args, in
     }
 }
 
-EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args,
-                                    int64_t first, int64_t last) {
+void backward_rows(const RouterConfig& config, const RouterBackward& args, int64_t first,
+                   int64_t last) {
     with_type(args.dtype, [&]<class T>() { backward_rows_of<T>(config, args, first, last); });
 }
 

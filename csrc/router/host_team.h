@@ -8,16 +8,6 @@
 
 namespace ep::router {
 
-template <class K>
-struct Choice {
-    K key;
-    int index;
-};
-
-// See Team::take_top (team.h). Writes `count` choices.
-void take_top(int32_t* keys, int n, int count, Choice<int32_t>* choices);
-void take_top(int64_t* keys, int n, int count, Choice<int64_t>* choices);
-
 // A Team of one thread: see team.h.
 struct HostTeam {
     template <class F>
@@ -99,9 +89,22 @@ struct HostTeam {
 
     template <class K, class F>
     void take_top(K* keys, int n, int count, F f) {
-        Choice<K> choices[kMaxTopk];
-        router::take_top(keys, n, count, choices);
-        for (int rank = 0; rank < count; ++rank) f(rank, choices[rank].index);
+        struct {
+            K key;
+            int index;
+        } best[kMaxTopk];
+        int found = 0;
+        for (int i = 0; i < n; ++i) {
+            if (found == count && keys[i] <= best[count - 1].key) continue;
+            int place = found < count ? found++ : count - 1;
+            for (; place > 0 && best[place - 1].key < keys[i]; --place)
+                best[place] = best[place - 1];
+            best[place] = {keys[i], i};
+        }
+        for (int rank = 0; rank < count; ++rank) {
+            keys[best[rank].index] = kNoKey<K>;
+            f(rank, best[rank].index);
+        }
     }
 
     void increment(int64_t* counter) { ++*counter; }
