@@ -73,7 +73,7 @@ from pathlib import Path
 import megatron_ep
 from megatron_ep.training import recipe
 folder = Path(megatron_ep.__file__).parent
-assert (folder / "py.typed").is_file() and (folder / "deep_ep/shim/deep_ep/__init__.py").is_file()
+assert (folder / "py.typed").is_file() and (folder / "deep_ep/shim/deep_ep/utils/event.py").is_file()
 assert (folder / "tools/simulate/machines/h200_nvlink.toml").is_file()
 print(folder, recipe.load("tiny_moe_cpu").topology.world_size)
 """
