@@ -20,7 +20,7 @@ from megatron_ep.buffer.call_log import CallLog
 from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.monitor import Monitor
-from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
+from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.errors import (
@@ -38,35 +38,6 @@ from megatron_ep.meeting.processes import OfOneProcess
 
 if TYPE_CHECKING:
     from megatron_ep.fabrics import tcp
-
-PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
-COMBINE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in SUMMABLE_TYPES)
-
-
-def _built_dtypes() -> tuple[torch.dtype, ...]:
-    built = _C.build_info().get("dtypes")  # None: nothing is built for GPUs
-    names = zip(("bf16", "fp16", "fp32", "fp64"), COMBINE_DTYPES, strict=True)
-    return COMBINE_DTYPES if built is None else tuple(dtype for name, dtype in names if name in built.split(","))
-
-
-_BUILT_DTYPES = _built_dtypes()
-
-
-def summable_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes that combine sums: all on "cpu", those of MEGATRON_EP_DTYPES at build time on "cuda"."""
-    return _BUILT_DTYPES if device_type == "cuda" else COMBINE_DTYPES
-
-
-def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
-    """Raises ValueError unless combine sums this dtype."""
-    allowed = summable_dtypes(device_type)
-    if dtype in allowed:
-        return
-    said = f"{name} is {dtype}, must be one of {', '.join(map(str, allowed))}"
-    if dtype in COMBINE_DTYPES:
-        said += ", which this build of megatron_ep sums on GPUs: built with MEGATRON_EP_DTYPES=all it sums the others"
-    raise ValueError(said)
-
 
 # Seconds in which ranks in a call publish what they waited for, after it was given up.
 ANSWER_S = 1.0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 from megatron_ep.tools.job_ranks import JobRanks, own_gpu
 from megatron_ep.tools.local_ranks import LocalRanks
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from megatron_ep.buffer import arguments
 from megatron_ep.buffer import buffer as ours
 from megatron_ep.config import MAX_CHANNELS, MAX_TOPK, require_int
 from megatron_ep.deep_ep import transfers
@@ -16,7 +17,7 @@ from megatron_ep.deep_ep.handles import NormalHandle, require_handle
 from megatron_ep.deep_ep.instances import Communicator, Instances, ranks_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
 from megatron_ep.deep_ep.transfers import Rows, device_of, row_bytes
-from megatron_ep.normal import api, expert_ids
+from megatron_ep.normal import expert_ids
 
 MAKER = "a dispatch of this library's Buffer"  # of its handles
 DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
@@ -147,7 +148,7 @@ class Buffer(LowLatencyCalls):
             raise ValueError(f"num_experts is {num_experts}, must be a multiple of the {self.group_size} ranks")
         if not isinstance(topk_idx, torch.Tensor):
             raise ValueError(f"topk_idx is a {type(topk_idx).__name__}, must be a tensor")
-        api.check_ids([topk_idx])
+        arguments.check_ids([topk_idx])
         if topk_idx.device.type == "cpu":
             expert_ids.check(topk_idx, num_experts, allows_repeats=True)
         parts, event = run(

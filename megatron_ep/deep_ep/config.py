@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ep import _C, config
 from megatron_ep.buffer import sizes
-from megatron_ep.normal.api import MAX_PADDED_ROWS
+from megatron_ep.buffer.arguments import MAX_PADDED_ROWS
 
 ALIGNMENT = 128  # bytes, to whose multiples sizes are rounded up
 NODE_RANKS = 8  # ranks of a node in DeepEP

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ep.buffer import arguments
 from megatron_ep.buffer.any_buffer import rank_group_of
 from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.buffer.call_cache import signature
-from megatron_ep.buffer.rank_group import RankGroup, check_summable
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
-from megatron_ep.normal import api, launches
+from megatron_ep.normal import launches
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_limit import RowLimit
 
@@ -123,14 +124,14 @@ def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _check_rows(group: RankGroup, values: torch.Tensor, scales: torch.Tensor | None, num_tokens: int) -> None:
-    api.as_list("x", values, group)
-    api.check_payload("x", [values], [num_tokens])
+    arguments.as_list("x", values, group)
+    arguments.check_payload("x", [values], [num_tokens])
     if (values.dtype == torch.float8_e4m3fn) != (scales is not None):
         raise ValueError(f"x is {values.dtype}, must be a tensor, or of float8_e4m3fn in a tuple with its scales")
     if scales is not None:
         if scales.device != values.device:
             raise ValueError(f"scales of x are on {scales.device}, must be on {values.device}, where x is")
-        api.check_dtype("scales of x", scales, (torch.float32, torch.int32))
+        arguments.check_dtype("scales of x", scales, (torch.float32, torch.int32))
         if scales.dim() != 2 or len(scales) != len(values):
             raise ValueError(f"scales of x have shape {tuple(scales.shape)}, must be [{len(values)}, S]")
 
@@ -163,8 +164,8 @@ def dispatch_rows(
         values, scales = _parts(x)
         key = signature(("deep_ep dispatch",), values, ids, weights, scales)
         if not group.call_cache.get(key):
-            api.as_list("topk_idx", ids, group)
-            api.check_ids([ids])
+            arguments.as_list("topk_idx", ids, group)
+            arguments.check_ids([ids])
             _check_rows(group, values, scales, len(ids))
             _check_weights(group, weights, tuple(ids.shape))
             group.call_cache.add(key, True)
@@ -172,8 +173,8 @@ def dispatch_rows(
             raise ValueError(
                 f"num_max_tokens_per_rank is {max_tokens}, must be at least the {len(ids)} tokens of topk_idx"
             )
-        api.check_alignment(group, alignment)
-        api.check_num_tokens(group, [ids], alignment)
+        arguments.check_alignment(group, alignment)
+        arguments.check_num_tokens(group, [ids], alignment)
         if num_rows is not None and num_rows > MAX_ROWS:
             raise ValueError(
                 f"num_max_tokens_per_rank is {max_tokens}, must be fewer: they may become {num_rows} rows of a rank, "
@@ -243,23 +244,23 @@ def _check_combine(
     routes: Routes, x: torch.Tensor, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
 ) -> None:
     group, rows, topk = routes.group, routes.rank.rows, routes.handle.topk
-    api.as_list("x", x, group)
-    check_summable("x", x.dtype, group.device.type)
-    api.check_payload("x", [x], [rows])
+    arguments.as_list("x", x, group)
+    arguments.check_summable("x", x.dtype, group.device.type)
+    arguments.check_payload("x", [x], [rows])
     _check_weights(group, weights, (rows, topk) if routes.handle.is_flat else (rows,))
     if len(biases) > MAX_BIASES or topk + len(biases) > MAX_TOPK:
         raise ValueError(
             f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
         )
     for bias in biases:
-        api.as_list("bias", bias, group)
-        api.check_weights("bias", [bias], [(routes.rank.num_tokens, x.shape[1])], (x.dtype,))
+        arguments.as_list("bias", bias, group)
+        arguments.check_weights("bias", [bias], [(routes.rank.num_tokens, x.shape[1])], (x.dtype,))
 
 
 def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if weights is not None:
-        api.as_list("topk_weights", weights, group)
-        api.check_weights("topk_weights", [weights], [shape], (torch.float32,))
+        arguments.as_list("topk_weights", weights, group)
+        arguments.check_weights("topk_weights", [weights], [shape], (torch.float32,))
 
 
 def _launch(

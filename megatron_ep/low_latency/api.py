@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.buffer.arguments import MAX_PADDED_ROWS, Tensors, check_summable
 from megatron_ep.buffer.call_cache import CallCache, signature
 from megatron_ep.buffer.low_latency import LowLatencyRanks
-from megatron_ep.buffer.rank_group import check_summable
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
 from megatron_ep.low_latency import checks
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
@@ -23,7 +23,6 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.plans import RECEIVED, Pending
 from megatron_ep.low_latency.received import LowLatencyReceived, received_of
-from megatron_ep.normal.api import MAX_PADDED_ROWS, Tensors
 from megatron_ep.normal.one_hop import row_format
 
 

@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer.rank_group import RankGroup, check_summable
-from megatron_ep.config import MAX_ROWS, require_int, require_one_of
-from megatron_ep.low_latency.calls import LowLatencyCalls
-from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.low_latency.plans import CombinePlan, DispatchPlan
-from megatron_ep.low_latency.rows import Float8, float8_of
-from megatron_ep.normal import expert_ids
-from megatron_ep.normal.api import (
+from megatron_ep.buffer.arguments import (
     MAX_PADDED_ROWS,
     WEIGHT_DTYPES,
     WEIGHTS_OF_ROWS,
@@ -25,9 +18,17 @@ from megatron_ep.normal.api import (
     check_dtype,
     check_ids,
     check_payload,
+    check_summable,
     check_weights,
     weight_dtype,
 )
+from megatron_ep.buffer.rank_group import RankGroup
+from megatron_ep.config import MAX_ROWS, require_int, require_one_of
+from megatron_ep.low_latency.calls import LowLatencyCalls
+from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.plans import CombinePlan, DispatchPlan
+from megatron_ep.low_latency.rows import Float8, float8_of
+from megatron_ep.normal import expert_ids
 from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.one_hop import row_format
 

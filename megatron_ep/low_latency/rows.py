@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ep.buffer.arguments import check_scales
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.config import require_one_of
 from megatron_ep.float8 import SCALES_OF_WORD
-from megatron_ep.normal.api import check_scales
 from megatron_ep.normal.one_hop import fill_with_zeros
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 

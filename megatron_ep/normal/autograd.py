@@ -1,4 +1,4 @@
-"""Autograd functions of dispatch and combine, for arguments that `megatron_ep.normal.api` has checked.
+"""Autograd functions of dispatch and combine, for arguments that `megatron_ep.normal.checks` has checked.
 
 `tensors` are the rows of each rank of this process, followed by the weights of each, if any.
 """

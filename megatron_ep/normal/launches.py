@@ -1,4 +1,4 @@
-"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.api` checks their arguments.
+"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.checks` checks their arguments.
 
 Lists have one entry per rank of this process.
 """

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.buffer.arguments import PAYLOAD_TYPES
 from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.low_latency import RECEIVE, LowLatencyRanks
-from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import Handle, RankHandle
 from megatron_ep.normal.plan import Maybe, Maybes, Outputs, Tensor, Tensors
@@ -31,7 +32,7 @@ COMBINE_PER_LAUNCH = (
 OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
 
 
-def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor, is_traced: bool) -> bool:
+def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Tensor) -> bool:
     """Returns whether a dispatch goes in one hop, and with it all later calls with its handle; otherwise they go
     through rings. All ranks decide alike, because the number of tokens is a promise of all.
 
@@ -42,8 +43,7 @@ def goes_in_one_hop(group: RankGroup, layout: str, max_tokens: int | None, x: Te
         return False
     row_bytes = x.shape[1] * max(2, x.element_size())  # sums are of at least two bytes per element
     keeps_flat_rows = launches.heap.lines
-    fits = (layout == "grouped" or keeps_flat_rows) and row_bytes <= launches.largest.payload_bytes
-    return fits and not is_traced
+    return (layout == "grouped" or keeps_flat_rows) and row_bytes <= launches.largest.payload_bytes
 
 
 class OneHopDispatchPlan:

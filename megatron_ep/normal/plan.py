@@ -15,9 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 from megatron_ep import _C
+from megatron_ep.buffer.arguments import PAYLOAD_TYPES
 from megatron_ep.buffer.call_cache import Signature, signature
 from megatron_ep.buffer.interface import Backend, Members, RowCounts
-from megatron_ep.buffer.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import Topology
 from megatron_ep.normal import row_counts
 from megatron_ep.normal.handle import Handle, RankHandle

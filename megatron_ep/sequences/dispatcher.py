@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_ep.buffer.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.buffer.rank_group import check_summable
-from megatron_ep.normal.api import Tensors, as_list, check_payload
+from megatron_ep.buffer.arguments import Tensors, as_list, check_payload, check_summable
 from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.plan import format_of
 from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move

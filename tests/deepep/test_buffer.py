@@ -336,7 +336,7 @@ def test_arguments_are_checked_once():
     buffer, elastic_buffer = Buffer(group), ElasticBuffer(group, 1)
     x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
     counts = torch.ones(2, dtype=torch.int32)
-    with mock.patch.object(transfers.api, "check_payload", wraps=transfers.api.check_payload) as check:
+    with mock.patch.object(transfers.arguments, "check_payload", wraps=transfers.arguments.check_payload) as check:
         for bias, checked in ((None, 3), (None, 0), (x, 1)):
             check.reset_mock()
             *_, handle, _ = buffer.dispatch(x, num_tokens_per_expert=counts, topk_idx=ids, topk_weights=weights)

@@ -3,7 +3,7 @@
 import torch
 
 import megatron_ep as ep
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 
 # Rows for the copy engine, for vectors, and for neither.
 ROWS = ((1536, torch.bfloat16), (64, torch.float32), (33, torch.float16), (3, torch.float64))

@@ -5,7 +5,7 @@ import torch
 from cases import assert_all_equal
 
 import megatron_ep as ep
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 
 SUMMABLE = summable_dtypes("cuda")
 

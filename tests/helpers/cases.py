@@ -11,7 +11,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 
 META_BYTES = 16  # a row's tag on the wire
 

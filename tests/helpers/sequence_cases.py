@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 import megatron_ep as ep
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard

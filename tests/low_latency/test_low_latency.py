@@ -12,7 +12,7 @@ from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 
 BLOCKS, CASES_PER_BLOCK = 10, 12
 

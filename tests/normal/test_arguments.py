@@ -10,9 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import megatron_ep as ep
 from megatron_ep.buffer import host
+from megatron_ep.buffer.arguments import check_num_tokens
 from megatron_ep.buffer.distributed import with_timeout_of
 from megatron_ep.fabrics import gpu
-from megatron_ep.normal.api import check_num_tokens
 
 T, H, K, E = 4, 8, 2, 8
 

@@ -6,7 +6,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.buffer import rank_group
+from megatron_ep.buffer import arguments
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
 
@@ -16,7 +16,7 @@ E, H = 4, 8
 
 @pytest.fixture
 def few_sums(monkeypatch):
-    monkeypatch.setattr(rank_group, "summable_dtypes", lambda device_type: (torch.bfloat16, torch.float32))
+    monkeypatch.setattr(arguments, "summable_dtypes", lambda device_type: (torch.bfloat16, torch.float32))
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def test_gradients_of_sequences(cluster):
 )
 def test_the_extension_says_which(monkeypatch, info, expected):
     monkeypatch.setattr(_C, "build_info", lambda: info)
-    assert rank_group._built_dtypes() == tuple(getattr(torch, name) for name in expected)
+    assert arguments._built_dtypes() == tuple(getattr(torch, name) for name in expected)
 
 
 def test_the_host_sums_everything(monkeypatch):
-    monkeypatch.setattr(rank_group, "_BUILT_DTYPES", (torch.bfloat16, torch.float32))
-    assert torch.float64 in rank_group.summable_dtypes("cpu")
-    assert torch.float64 not in rank_group.summable_dtypes("cuda")
+    monkeypatch.setattr(arguments, "_BUILT_DTYPES", (torch.bfloat16, torch.float32))
+    assert torch.float64 in arguments.summable_dtypes("cpu")
+    assert torch.float64 not in arguments.summable_dtypes("cuda")

@@ -142,8 +142,8 @@ def test_a_model_makes_its_calls_by_plans(buffer, monkeypatch):
     x, ids, weights = inputs(1)
     settings_of = dict(x_learns=True, weights_learn=True, uses_probs=True, is_weighted=True, max_recv_tokens=ROWS)
     expected = step(buffer, x, ids, weights, **settings_of)
-    for name in ("_check_dispatch", "_check_combine"):
-        monkeypatch.setattr(f"megatron_ep.normal.api.{name}", None)
+    for name in ("check_dispatch", "check_combine"):
+        monkeypatch.setattr(f"megatron_ep.normal.checks.{name}", None)
     for a, b in zip(step(buffer, x, ids, weights, **settings_of), expected, strict=True):
         assert torch.equal(a, b)
 

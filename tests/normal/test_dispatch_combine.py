@@ -7,7 +7,7 @@ from nightly import a_third
 
 import megatron_ep as ep
 from megatron_ep import reference
-from megatron_ep.buffer.rank_group import summable_dtypes
+from megatron_ep.buffer.arguments import summable_dtypes
 
 BLOCKS, CASES_PER_BLOCK = 6, 25
 WAYS = pytest.mark.parametrize("way", ["rings", "lines", "flat rings", "flat lines"])  # of a dispatch
