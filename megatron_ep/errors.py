@@ -45,6 +45,13 @@ class EPOverflowError(EPError):
     """More rows came than there was room for: in a table of the protocol, or in a layer's fixed number of rows."""
 
 
+class BusyError(RuntimeError):
+    """Another thread is in a call of this buffer. The refused call has changed nothing."""
+
+    def __init__(self, message: str = "the buffer is in use by another thread"):
+        super().__init__(message)
+
+
 def by_cause(incidents: Sequence[dict[str, Any]], first_rank: int) -> list[dict[str, Any]]:
     """Sorts incidents, the likeliest cause first.
 

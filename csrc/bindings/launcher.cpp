@@ -145,6 +145,13 @@ Call make_call(AllArgs blank, const std::vector<py::dict>& members,
         blank);
 }
 
+// Sets Python's error for a BusyError.
+void set_busy_error() noexcept try {
+    PyErr_SetNone(py::module_::import("megatron_ep.errors").attr("BusyError").ptr());
+} catch (py::error_already_set& error) {
+    error.restore();
+}
+
 // Every call of the package comes through here: METH_FASTCALL takes less time than pybind11.
 PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) try {
     if (count != 4 || !PyTuple_Check(arguments[3]))
@@ -167,6 +174,9 @@ PyObject* launch(PyObject* self, PyObject* const* arguments, Py_ssize_t count) t
     return nullptr;
 } catch (const py::builtin_exception& error) {
     error.set_error();
+    return nullptr;
+} catch (const BusyError&) {
+    set_busy_error();
     return nullptr;
 } catch (const std::bad_alloc& error) {
     return PyErr_NoMemory();
@@ -284,6 +294,13 @@ void bind_rank_launcher(py::module_& m) {
 
 void bind_launcher(py::module_& m) {
     bind_phase(m);
+    py::register_exception_translator([](std::exception_ptr thrown) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const BusyError&) {
+            set_busy_error();
+        }
+    });
     py::class_<Call>(m, "Call", "The arguments of a call, except those that each launch passes.");
     py::class_<Launcher> launcher(m, "Launcher", "Launches calls on the ranks of this process.");
     launcher

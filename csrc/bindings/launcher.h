@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -106,6 +107,9 @@ class ModeLauncher : public Launcher {
 using LowLatencyLauncher =
     ModeLauncher<LowLatencyHeap, LowLatencyDispatchArgs, LowLatencyCombineArgs>;
 
+// Another thread is in a call of the same buffer. Python raises BusyError of megatron_ep/errors.py.
+struct BusyError : std::exception {};
+
 // Launches the normal mode.
 class RankLauncher : public ModeLauncher<Heap, DispatchCallArgs, CombineArgs> {
   public:
@@ -119,10 +123,10 @@ class RankLauncher : public ModeLauncher<Heap, DispatchCallArgs, CombineArgs> {
 
   protected:
     // Refuses a launch of a buffer during another one, because both would use the same rings:
-    // throws std::runtime_error while another thread holds the lock.
+    // throws BusyError while another thread holds the lock.
     std::unique_lock<std::mutex> enter() {
         std::unique_lock lock(busy_, std::try_to_lock);
-        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
+        if (!lock) throw BusyError();
         return lock;
     }
     template <class Args>

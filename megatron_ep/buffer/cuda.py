@@ -18,7 +18,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Values
 from megatron_ep.buffer.launch_events import LaunchEvents
-from megatron_ep.errors import EPStuckError
+from megatron_ep.errors import BusyError, EPStuckError
 from megatron_ep.fabrics import gpu
 from megatron_ep.fabrics.connection import Connection
 from megatron_ep.meeting.stores import in_thread
@@ -232,7 +232,7 @@ class CudaBackend(Backend):
             # A graph orders its own launches, and torch synchronizes before it captures.
             return launcher.launch(call, phase, stream, values)
         if not self._busy.acquire(False):
-            raise RuntimeError("the buffer is in use by another thread")
+            raise BusyError
         try:
             if stream != self._last_stream:
                 current = torch.cuda.current_stream(self._device)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend, Values
+from megatron_ep.errors import BusyError
 
 # A refused call is published as one word: the number of the rank's refusals by then, from 1, times this, plus the
 # launches that it had entered.
@@ -138,7 +139,7 @@ class HostBackend(Backend):
 
     def drain(self) -> None:
         if self._is_in_call():
-            raise RuntimeError("the buffer is in use by another thread")
+            raise BusyError
 
     def needs_memory(self) -> str:
         return "a call is under way in another thread" if self._is_in_call() else ""

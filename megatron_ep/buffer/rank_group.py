@@ -24,6 +24,7 @@ from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.errors import (
+    BusyError,
     EPAbortError,
     EPError,
     EPMaskedError,
@@ -47,7 +48,6 @@ MISSING = "\0"  # in the text of a cause: what another rank has not said yet
 # Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
 REFUSAL_S = 1.0
 ABORTED_BY_CALLER = "was told to stop: "
-IN_USE = "the buffer is in use by another thread"  # by csrc/bindings/launcher.h
 
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
@@ -311,8 +311,8 @@ class RankGroup(OfOneProcess):
         return AbortPeersOnError(self, backward_of)
 
     def abort_peers(self, error: BaseException) -> None:
-        """Ends the waits of other ranks because this one failed, unless it is an EPError, which they know."""
-        if isinstance(error, EPError) or str(error) == IN_USE:  # a call refused with IN_USE has changed nothing
+        """Ends the waits of other ranks after an error here, except an EPError, which they know, and a BusyError."""
+        if isinstance(error, (EPError, BusyError)):
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         self._is_seen |= interrupted  # that ended the waits of this process too

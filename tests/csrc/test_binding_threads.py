@@ -10,6 +10,7 @@ import cpp
 import pytest
 
 from megatron_ep import _C
+from megatron_ep.errors import BusyError
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
         thread.start()
         wait_for(gated.is_reached)
         for second in calls:
-            with pytest.raises(RuntimeError, match="the buffer is in use by another thread"):
+            with pytest.raises(BusyError, match="the buffer is in use by another thread"):
                 second()
         gated.set_open(True)
         thread.join()

@@ -18,6 +18,7 @@ from waits import within
 import megatron_ep as ep
 from megatron_ep import reference
 from megatron_ep.buffer.host import HostBackend
+from megatron_ep.errors import BusyError
 from megatron_ep.meeting.nodes import VARIABLE
 
 
@@ -211,7 +212,7 @@ def test_a_call_in_another_thread_refuses_for_all(what):
     if rank == 1:
         call.start()
         assert within(20, lambda: buffer._group.live_backend().rank_statuses()[1].inside)
-        with pytest.raises(RuntimeError, match=r"^the buffer is in use by another thread$"):
+        with pytest.raises(BusyError, match=r"^the buffer is in use by another thread$"):
             calls.dispatch(*own)  # it ends no call of another thread
     dist.barrier()
     started = time.monotonic()
