@@ -52,6 +52,35 @@ class BusyError(RuntimeError):
         super().__init__(message)
 
 
+HOW_TO_GO_ON = "every rank must call buffer.reset() before the buffer is used again"
+# By the outcome of a call, see `Backend.aborted`; the others raise EPAbortError.
+ERRORS: dict[str, type[EPError]] = {
+    "timeout": EPTimeoutError,
+    "overflow": EPOverflowError,
+    "cut_off": EPMaskedError,
+    **dict.fromkeys(("mismatch", "no_layout", "masked"), EPError),
+}
+
+
+def error_of(
+    outcome: str, cause: str, incidents: list[dict[str, Any]], *, heard: str = "", backward_pass: str = ""
+) -> EPError:
+    """Returns the error that a caller raises because a rank gave up.
+
+    outcome: see `Backend.aborted`.
+    cause: its first line, see `diagnosis.cause.find`.
+    incidents: of the ranks of this process, see `EPError`.
+    heard: what the rank that gave up first waited for, if it said so.
+    backward_pass: see `CallLog.backward_pass`.
+    """
+    lines = summarize(incidents)
+    if heard and heard not in lines:
+        lines.insert(0, heard)  # the rank that gave up first is not readable from here
+    if backward_pass:
+        lines.append(f"{backward_pass}: does the loss contain its output on all ranks?")
+    return ERRORS.get(outcome, EPAbortError)("\n  ".join([cause, *lines, HOW_TO_GO_ON]), incidents)
+
+
 def by_cause(incidents: Sequence[dict[str, Any]], first_rank: int) -> list[dict[str, Any]]:
     """Sorts incidents, the likeliest cause first.
 

@@ -18,10 +18,10 @@ from megatron_ep import _C
 from megatron_ep.buffer import connect, cuda, host, low_latency, release, sizes
 from megatron_ep.buffer.interface import Backend, Part
 from megatron_ep.buffer.monitor import Monitor
-from megatron_ep.buffer.rank_group import HOW_TO_GO_ON, RankGroup, log_set_up
+from megatron_ep.buffer.rank_group import RankGroup, log_set_up
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_equal, require_type
 from megatron_ep.diagnosis import blame
-from megatron_ep.errors import EPAbortError, EPError
+from megatron_ep.errors import HOW_TO_GO_ON, EPAbortError, EPError
 from megatron_ep.fabrics import atomics, choice, gpu, peer_memory
 from megatron_ep.fabrics.connection import GpuRank, LowLatencyConnection
 from megatron_ep.fabrics.rank_info import RankInfo, agreed_topology, introduce, machines

@@ -7,8 +7,7 @@ import functools
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,16 @@ from megatron_ep.buffer.interface import Backend, RowCounts
 from megatron_ep.buffer.low_latency import LowLatencyRanks
 from megatron_ep.buffer.monitor import Monitor
 from megatron_ep.config import Config, Topology
-from megatron_ep.diagnosis import blame, disagreement, failures
-from megatron_ep.diagnosis.blame import RankStatus
+from megatron_ep.diagnosis import cause, failures
 from megatron_ep.errors import (
+    HOW_TO_GO_ON,
     BusyError,
     EPAbortError,
     EPError,
     EPMaskedError,
-    EPOverflowError,
-    EPTimeoutError,
     by_cause,
     describe,
-    summarize,
+    error_of,
 )
 from megatron_ep.meeting.failure_broadcast import Failure
 from megatron_ep.meeting.processes import OfOneProcess
@@ -40,21 +37,13 @@ from megatron_ep.meeting.processes import OfOneProcess
 if TYPE_CHECKING:
     from megatron_ep.fabrics import tcp
 
-# Seconds in which ranks in a call publish what they waited for, after it was given up.
-ANSWER_S = 1.0
-# Seconds by which what other ranks say of a failure may come later than the failure, for example over a network.
-NEWS_S = 3.0
-MISSING = "\0"  # in the text of a cause: what another rank has not said yet
 # Seconds for which a rank that refused a call and closes its buffer waits for others to refuse that call, too.
 REFUSAL_S = 1.0
-ABORTED_BY_CALLER = "was told to stop: "
 
 log = logging.getLogger(__name__)
 set_up_log = logging.getLogger("megatron_ep.buffer")
 
 _of_parents: list[Any] = []  # keeps objects alive in a forked child: their destructors would affect the parent
-
-HOW_TO_GO_ON = "every rank must call buffer.reset() before the buffer is used again"
 
 
 class AbortPeersOnError:
@@ -277,7 +266,7 @@ class RankGroup(OfOneProcess):
         backend = self._backend
         if backend is None:
             return
-        backend.abort(interrupted=False, failed=True, reason=f"{ABORTED_BY_CALLER}{reason}")
+        backend.abort(interrupted=False, failed=True, reason=f"{cause.ABORTED_BY_CALLER}{reason}")
         self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
 
     def report_unseen(self) -> None:
@@ -362,10 +351,10 @@ class RankGroup(OfOneProcess):
 
     def _cause_for_caller(self, outcome: str, rank: int) -> str:
         """Returns the cause, and whether this rank, which it may name, came later."""
-        cause = self._cause(outcome, rank)
+        said = self._cause(outcome, rank)
         if outcome != "timeout" or rank in self.ranks or self.live_backend().launcher.incidents():
-            return cause
-        return f"{cause}; this is rank {self.ranks[0]}, which was in no call"
+            return said
+        return f"{said}; this is rank {self.ranks[0]}, which was in no call"
 
     @property
     def _heard(self) -> Failure | None:
@@ -373,55 +362,19 @@ class RankGroup(OfOneProcess):
         return None if self._monitor is None else self._monitor.heard
 
     def _own_cause(self, outcome: str, rank: int) -> str:
-        """Returns the cause by the statuses of all reachable ranks. Waits until nothing is missing in it, or until this
-        rank hears it: a network may bring the end of a call first, because a third rank passes it on."""
-        seconds = ANSWER_S if outcome == "timeout" else NEWS_S
-        deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
-        while True:
-            try:
-                statuses = self.live_backend().rank_statuses()
-            except RuntimeError:  # a GPU that no longer answers
-                statuses, deadline = [], 0.0
-            cause = self._cause_by(statuses, outcome, rank)
-            if MISSING not in cause or self._heard is not None or time.monotonic() > deadline:
-                return cause.replace(MISSING, "")
-            time.sleep(1e-3)
-
-    def _cause_by(self, statuses: Sequence[RankStatus], outcome: str, rank: int) -> str:
-        """Returns the cause by these statuses, with MISSING where they may say more later."""
-        first = [status for status in statuses if status.rank == rank]
-        if outcome == "timeout":
-            root = blame.root(rank, statuses, self._fate_of, self._unheard)
-            silent = [status.rank for status in statuses if status.inside and not status.incidents]
-            is_whole = first and all(self._fate_of(other) or self._unheard(other) for other in silent)
-            why = (f": {root}" if root else "") + ("" if is_whole else MISSING)
-            return f"rank {rank} timed out first, {self._when_waits_expire()}{why}"
-        # Another rank may have lost its connection to that rank.
-        reasons = [status.reason for status in (*first, *(statuses if outcome == "lost" else ()))]
-        reason = next(filter(None, reasons), "")
-        why = f": {reason}" if reason else MISSING
-        if outcome == "failed" and reason.startswith((ABORTED_BY_CALLER, blame.STOPPED_WAITING)):
-            return f"rank {rank} {reason}"
-        incidents = [i for status in first for i in status.incidents if i["outcome"] == outcome]
-        peer = f"rank {incidents[0]['peer']}" if incidents else f"another rank{MISSING}"
-        if outcome == "mismatch":
-            if incidents and incidents[0]["waiting_for"] != "nothing":
-                return f"rank {rank} was sent counts of rows that no rank can have, by {peer}"
-            sent = disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)
-            if sent.endswith(disagreement.UNKNOWN) and (self.spans_machines or not incidents):
-                sent += MISSING
-            return f"rank {rank} met a row that was not meant for its call: {sent}"
-        return {
-            "bad_input": f"rank {rank} refused its arguments{why}",
-            "failed": f"rank {rank} failed for a reason of its own{why}",
-            "lost": f"the connection to rank {rank} broke{why}",
-            "interrupted": f"rank {rank} was interrupted",
-            "cut_off": f"rank {rank} came too late: {peer} took it for dead, has masked it and goes on without it",
-            "masked": f"rank {rank} met {peer} in a backward pass, masked since its forward pass",
-            "no_layout": f"rank {rank} used the handle of a dispatch that failed",
-            "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
-            "tokens that ranks of other nodes send through it",
-        }[outcome]
+        """Returns the cause as this rank finds it."""
+        world_size = self.topology.world_size
+        ranks = cause.Ranks(
+            world_size=world_size,
+            statuses=lambda: self.live_backend().rank_statuses(),
+            fate=self._fate_of,
+            unheard=self._unheard,
+            is_heard=lambda: self._heard is not None,
+            when_waits_expire=self._when_waits_expire(),
+            have_others=len(self.ranks) < world_size,
+            spans_machines=self.spans_machines,
+        )
+        return cause.find(outcome, rank, ranks)
 
     def _fate_of(self, rank: int) -> str | None:
         """Returns what became of a rank's process, if that is known here: see `blame.root`."""
@@ -447,18 +400,11 @@ class RankGroup(OfOneProcess):
         """Returns the error that the caller raises because a rank gave up."""
         self.live_backend().tell_others()  # the error may end this process
         self._is_seen = True
-        cause = self._cause_for_caller(outcome, rank)
+        said, heard = self._cause_for_caller(outcome, rank), self._heard
         incidents = by_cause(self.live_backend().launcher.incidents(), first_rank=rank)
-        lines = summarize(incidents)
-        heard = self._heard
-        if heard is not None and heard.incident and heard.incident not in lines:
-            lines.insert(0, heard.incident)  # the rank that gave up first is not readable from here
-        if outcome == "timeout" and (backward := self.calls.backward_pass(incidents)):
-            lines.append(f"{backward}: does the loss contain its output on all ranks?")
-        message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])
-        kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
-        kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
-        return kinds.get(outcome, EPAbortError)(message, incidents)
+        backward = self.calls.backward_pass(incidents) if outcome == "timeout" else ""
+        told = "" if heard is None else heard.incident
+        return error_of(outcome, said, incidents, heard=told, backward_pass=backward)
 
 
 def log_set_up(group: RankGroup, fabric: str, sms: int | None = None) -> None:

@@ -2,9 +2,7 @@
 
 import re
 import time
-from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from rank_threads import run_together, thread_ranks
 from waits import patience
 
 import megatron_ep as ep
-from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.diagnosis import blame
-from megatron_ep.meeting.failure_broadcast import Failure
 
 pytestmark = pytest.mark.usefixtures("closed_afterwards")
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
@@ -175,72 +171,6 @@ def test_the_reason_reaches_all():
         assert isinstance(error, ep.EPAbortError) and str(error).startswith(
             "rank 3 was told to stop: the job restarts.."
         )
-
-
-class OnANetwork(RankGroup):
-    """Rank 0 of two machines, to which these statuses come one after the other."""
-
-    spans_machines = True
-
-    def __init__(self, *come: list[blame.RankStatus]):
-        super().__init__()
-        self.topology, self.ranks = ep.Topology(2, 1), [0]
-        self._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=come))
-        self._backend.launcher.incidents = list
-
-
-def later_cause(outcome: str, incidents: tuple = (), reason: str = "") -> str:
-    """What a rank says of a failure of rank 1 whose incidents and reason come after the news of it."""
-    early, late = blame.RankStatus(1, {}, {}, [], ""), blame.RankStatus(1, {}, {}, list(incidents), reason)
-    return OnANetwork([early], [late])._own_cause(outcome, 1)
-
-
-def test_a_cause_may_come_later_than_the_news():
-    """A third rank may tell of the failure first, or lose its connection first; a network may bring the end first."""
-    assert later_cause("failed", reason="was told to stop: enough") == "rank 1 was told to stop: enough"
-    assert later_cause("lost", reason="it was closed") == "the connection to rank 1 broke: it was closed"
-    incident = {"role": "notify", "peer": 0, "waiting_for": "counts from a rank of this node", "call": 1}
-    counts = later_cause("mismatch", ({**incident, "outcome": "mismatch"},))
-    assert counts == "rank 1 was sent counts of rows that no rank can have, by rank 0"
-    cut_off = later_cause("cut_off", ({**incident, "outcome": "cut_off"},))
-    assert cut_off.startswith("rank 1 came too late: rank 0 took it for dead")
-
-
-def test_why_a_connection_broke_may_come_from_whoever_lost_it_and_later():
-    lost, early = blame.RankStatus(1, {}, {}, [], ""), blame.RankStatus(2, {}, {}, [], "")
-    group = OnANetwork([lost, early], [lost, replace(early, reason="it was closed")])
-    assert group._own_cause("lost", 1) == "the connection to rank 1 broke: it was closed"
-
-
-def test_what_ranks_sent_may_come_later_than_the_news():
-    sent = {"counter": "transfer", "call": 3, "payload_type": 2, "payload_bytes": 8, "topk": 1}
-    sent |= {"scale_bytes": 0, "weight_bytes": 0}
-    incident = {"outcome": "mismatch", "waiting_for": "nothing", "role": "receiver", "peer": 0, "call": 3}
-    fails = blame.RankStatus(1, {}, {}, [incident], "", [{**sent, "kind": "dispatch"}])
-    early = blame.RankStatus(0, {}, {}, [], "")
-    late = replace(early, sends=[{**sent, "kind": "combine"}])
-    says = OnANetwork([early, fails], [late, fails])._own_cause("mismatch", 1)
-    assert "rank 0 sent a combine" in says and "rank 1 sent a dispatch" in says, says
-
-
-def test_what_is_not_read_here_is_heard():
-    """The memory of rank 1 is not mapped: of two causes its own is the one that says why."""
-    group, heard = OnANetwork([], []), Failure(1, "failed", "rank 1 was told to stop: enough", "")
-    comes = iter([None, None, heard])
-
-    class LateMonitor:
-        known = None
-
-        @property
-        def heard(self):
-            self.known = next(comes)
-            return self.known
-
-        def first(self, own):
-            return self.known or own
-
-    group._monitor = LateMonitor()
-    assert group._cause("failed", 1) == heard.cause
 
 
 def test_the_first_reason_stays():

@@ -23,7 +23,7 @@ from waits import within
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.buffer.interface import Backend
-from megatron_ep.buffer.rank_group import HOW_TO_GO_ON
+from megatron_ep.errors import HOW_TO_GO_ON
 from megatron_ep.meeting import codec, failure_broadcast
 from megatron_ep.meeting.failure_broadcast import Failure, FailureBroadcast
 from megatron_ep.meeting.processes import process_fate
