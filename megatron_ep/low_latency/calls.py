@@ -20,16 +20,6 @@ from megatron_ep.low_latency.plans import RECEIVED, CombinePlan, DispatchPlan, I
 from megatron_ep.low_latency.rows import Float8, aligned_column
 from megatron_ep.normal.one_hop import fill_with_zeros, row_format
 
-# Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
-DISPATCH_PER_LAUNCH = (
-    *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
-    *("recv_rows", "recv_wait_ns", "required"),
-)
-COMBINE_PER_LAUNCH = (
-    *("layout", "call", "x", "values", "row_weights", "token_weights", "y", "y_values"),
-    *("recv_wait_ns", "required"),
-)
-
 Tensor = torch.Tensor
 Maybe = Tensor | None
 # The tensors of a rank: x, topk_idx, topk_weights, scales, recv_rows and recv_wait_ns of a dispatch; x, values,
@@ -123,7 +113,7 @@ class LowLatencyCalls:
             float8=float8,
             offsets=self.ranks.offsets(topk),
             call=self.ranks.launcher.prepare_dispatch(
-                row, self._members(num_tokens, rows, members), DISPATCH_PER_LAUNCH
+                row, self._members(num_tokens, rows, members), self.DISPATCH_PER_LAUNCH
             ),
         )
 
@@ -135,7 +125,7 @@ class LowLatencyCalls:
         row = row_format(plan.topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
         members: Members = {"sum_at_expert": sum_at_expert, "renormalize": renormalize}
         of_ranks = self._members(plan.num_tokens, plan.rows, members)
-        return CombinePlan(sum_at_expert, self.ranks.launcher.prepare_combine(row, of_ranks, COMBINE_PER_LAUNCH))
+        return CombinePlan(sum_at_expert, self.ranks.launcher.prepare_combine(row, of_ranks, self.COMBINE_PER_LAUNCH))
 
     def _members(self, num_tokens: Sequence[int], rows: int, members: Members) -> list[Members]:
         """Returns the kernel arguments of each rank: `members`, its tokens and rows, and its masks."""
@@ -143,6 +133,12 @@ class LowLatencyCalls:
             members | {"num_tokens": tokens, "max_rows": rows} | (self.masks.members(i) if self.masks else {})
             for i, tokens in enumerate(num_tokens)
         ]
+
+    # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in the order of `dispatch`.
+    DISPATCH_PER_LAUNCH = (
+        *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
+        *("recv_rows", "recv_wait_ns", "required"),
+    )
 
     def dispatch(
         self,
@@ -179,6 +175,12 @@ class LowLatencyCalls:
             per_launch += (recv_rows, wait_ns, required)
         handle.call = self._launch(self.dispatches, backend, plan.call, stream, per_launch, pending)
         return parts
+
+    # The same in the order of `combine`.
+    COMBINE_PER_LAUNCH = (
+        *("layout", "call", "x", "values", "row_weights", "token_weights", "y", "y_values"),
+        *("recv_wait_ns", "required"),
+    )
 
     def combine(
         self,

@@ -72,7 +72,8 @@ class RankHandle:
         self.made_on, self.tables, self.starts = made_on, tables, starts
         self._dst_rows, self._rail_experts, self._source_tokens = dst_rows, rail_experts, source_tokens
         self.has_tables, self.own_rows, self.has_given_counts = has_tables, own_rows, False
-        self._addresses: tuple[int, int, int, int] | None = None
+        # Of layout, dst_rows, rail_experts and source_tokens, 0 if the last is not kept; None: not looked up yet.
+        self.addresses: tuple[int, int, int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,18 +117,17 @@ class RankHandle:
         assert self.tables is not None and start is not None
         return self.tables.narrow(0, start, rows * (columns or self.topk))
 
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Returns the addresses of layout, dst_rows, rail_experts and source_tokens; 0 if the last is not kept."""
-        if self._addresses is None:
-            if self.tables is None:
-                tables = self.dst_rows.data_ptr(), self.rail_experts.data_ptr()
-                source = 0 if self._source_tokens is None else self._source_tokens.data_ptr()
-            else:
-                first, (dst_rows, rail_experts, source_tokens) = self.tables.data_ptr(), self.starts
-                tables = first + 4 * dst_rows, first + 4 * rail_experts
-                source = 0 if source_tokens is None else first + 4 * source_tokens
-            self._addresses = (self.layout.data_ptr(), *tables, source)
-        return self._addresses
+    def find_addresses(self) -> tuple[int, int, int, int]:
+        """Looks up `addresses` and returns them."""
+        if self.tables is None:
+            tables = self.dst_rows.data_ptr(), self.rail_experts.data_ptr()
+            source = 0 if self._source_tokens is None else self._source_tokens.data_ptr()
+        else:
+            first, (dst_rows, rail_experts, source_tokens) = self.tables.data_ptr(), self.starts
+            tables = first + 4 * dst_rows, first + 4 * rail_experts
+            source = 0 if source_tokens is None else first + 4 * source_tokens
+        self.addresses = (self.layout.data_ptr(), *tables, source)
+        return self.addresses
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns all tensors that launches use."""

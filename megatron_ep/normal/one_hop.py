@@ -21,14 +21,6 @@ from megatron_ep.normal.plan import Maybe, Maybes, Outputs, Tensor, Tensors
 from megatron_ep.normal.row_counts import least_rows, max_arrivals, room_for
 from megatron_ep.reference import SCALE_BLOCK
 
-# Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in this order.
-DISPATCH_PER_LAUNCH = (
-    *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
-    *("recv_experts", "tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
-)
-COMBINE_PER_LAUNCH = (
-    *("layout", "call", "x", "values", "row_weights", "y", "y_values", "max_rows", "layout_call", "resets_since_made"),
-)
 OVERFLOW = int(_C.LowLatencyHeap.overflow_offset)  # in a handle's layout
 
 
@@ -88,7 +80,7 @@ class OneHopDispatchPlan:
             received = max_arrivals(group, request.max_recv_tokens or most, request.expert_capacity, tokens)
             limit = received if received < most and not self.is_flat else 0  # flat tokens beyond R have no row
             of_ranks.append(members | {"num_tokens": tokens, "max_received": limit})
-        self.call = launches.launcher.prepare_dispatch(row, of_ranks, DISPATCH_PER_LAUNCH)
+        self.call = launches.launcher.prepare_dispatch(row, of_ranks, self.PER_LAUNCH)
 
     def run(self, handle: Handle, backend: Backend, xs: Tensors, scales: Maybes, weights: Maybes) -> list[Outputs]:
         """See `megatron_ep.normal.plan.DispatchPlan`."""
@@ -147,6 +139,12 @@ class OneHopDispatchPlan:
             expert_ids.check(ids[group.ranks.index(aborted[1])], group.config.num_experts)  # a GPU has found them
         group.raise_if_aborted()
 
+    # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in the order of `_arguments`.
+    PER_LAUNCH = (
+        *("layout", "call", "topk_idx", "x", "scales", "weights", "recv_x", "recv_scales", "recv_weights"),
+        *("recv_experts", "tokens_per_expert", "max_rows", "layout_call", "resets_since_made"),
+    )
+
     def _arguments(
         self,
         backend: Backend,
@@ -184,8 +182,11 @@ class OneHopDispatchPlan:
                 probs = torch.empty(shape, dtype=self.weight_dtype, device=self.device)
             if self.clears_rows:
                 fill_with_zeros(out, out_scales)
-            given += (layout, layout.data_ptr() + self.call_offset, chosen, xs[i], scales and scales[i])
-            given += (weights and weights[i], out, out_scales, probs, experts, counts, rows, layout_call, resets)
+            given += (
+                *(layout, layout.data_ptr() + self.call_offset, chosen, xs[i], scales and scales[i]),
+                *(weights and weights[i], out, out_scales, probs),
+                *(experts, counts, rows, layout_call, resets),
+            )
             parts.append((out, out_scales, probs))
         return parts, given
 
@@ -203,7 +204,13 @@ class OneHopCombinePlan:
         row = _format_of(launches, self.topk, xs[0], None, self.weight_dtype)
         common = {"sum_at_expert": True, "is_flat": handle.is_flat}
         members = [common | {"num_tokens": tokens} for tokens in self.num_tokens]
-        self.call = launches.launcher.prepare_combine(row, members, COMBINE_PER_LAUNCH)
+        self.call = launches.launcher.prepare_combine(row, members, self.PER_LAUNCH)
+
+    # Members of csrc/core/low_latency_args.h that each launch passes, rank by rank, in the order of `run`.
+    PER_LAUNCH = (
+        *("layout", "call", "x", "values", "row_weights", "y", "y_values"),
+        *("max_rows", "layout_call", "resets_since_made"),
+    )
 
     def run(
         self, handle: Handle, backend: Backend, xs: Tensors, weights: Maybes, row_weights: Maybes, biases: Tensors = ()

@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Maybe = Tensor | None
 Maybes = Tensors | None
+Outputs = tuple[Tensor, Maybe, Maybe]  # rows, scales, weights
 
 # Rows after which an NVLink ring's flag is published, even if no warp waits. Other numbers have not been measured.
 NVL_BATCH = 8
@@ -56,12 +57,94 @@ DISPATCH_PER_LAUNCH = (
     *("has_intra_rank_pass", "min_rows", "is_speculative", "fills_tables", "resets_since_made"),
 )
 LAYOUT = DISPATCH_PER_LAUNCH.index("layout")
-NOT_COUNTED = (None,) * (len(DISPATCH_PER_LAUNCH) - LAYOUT - 1)
+NOT_COUNTED = (None,) * (len(DISPATCH_PER_LAUNCH) - LAYOUT - 1)  # what an exchange of counts passes after its layout
+
+
+def _dispatch_values(
+    i: int,
+    rank: RankHandle,
+    inputs: tuple[Tensors, Tensors, Maybes, Maybes],
+    outputs: Outputs,
+    has_intra_rank_pass: bool,
+    min_rows: int,
+    is_speculative: bool,
+    fills_tables: bool,
+    resets_since_made: int,
+) -> tuple[Any, ...]:
+    """Returns what a dispatch passes for rank i of this process, in the order of DISPATCH_PER_LAUNCH.
+
+    inputs: ids, or none with the layout of a handle, rows, scales and weights of each rank.
+    """
+    ids, xs, scales, weights = inputs
+    layout, dst_rows, rail_experts, source_tokens = rank.addresses or rank.find_addresses()
+    recv_x, recv_scales, recv_weights = outputs
+    _, max_rows, max_received, max_rail = rank.counts
+    return (
+        ids[i] if ids else None,
+        rank.tokens_per_expert if ids else None,
+        layout,
+        xs[i],
+        scales and scales[i],
+        weights and weights[i],
+        recv_x,
+        recv_scales,
+        recv_weights,
+        dst_rows,
+        rail_experts,
+        source_tokens if fills_tables else 0,
+        max_rows,
+        max_received,
+        max_rail,
+        has_intra_rank_pass,
+        min_rows,
+        is_speculative,
+        fills_tables,
+        resets_since_made,
+    )
+
+
 COMBINE_PER_LAUNCH = (
     *("layout", "x", "weights", "row_weights", "y", "y_weights", "sums", "bias", "second_bias"),
     *("dst_rows", "rail_experts", "max_rows", "max_received", "max_rail", "resets_since_made"),
 )
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights
+LAYOUT_OF_COMBINE = COMBINE_PER_LAUNCH.index("layout")
+
+
+def _combine_values(
+    i: int,
+    rank: RankHandle,
+    inputs: tuple[Tensors, Maybes, Maybes, Tensors],
+    y: Tensor,
+    y_weights: Maybe,
+    sums: Maybe,
+    resets_since_made: int,
+) -> tuple[Any, ...]:
+    """Returns what a combine passes for rank i of this process, in the order of COMBINE_PER_LAUNCH.
+
+    inputs: rows, weights that are sent and that multiply rows, of each rank, and the biases of its only one.
+    """
+    xs, weights, row_weights, biases = inputs
+    layout, dst_rows, rail_experts, _ = rank.addresses or rank.find_addresses()
+    _, max_rows, max_received, max_rail = rank.counts
+    return (
+        layout,
+        xs[i],
+        weights and weights[i],
+        row_weights and row_weights[i],
+        y,
+        y_weights,
+        sums,
+        biases[0] if biases else None,
+        biases[1] if len(biases) > 1 else None,
+        dst_rows,
+        rail_experts,
+        max_rows,
+        max_received,
+        max_rail,
+        resets_since_made,
+    )
+
+
 ONE, GROUPED = 1, "grouped"
 # The options of `megatron_ep.dispatch` that a handle has already.
 DEFAULTS = {
@@ -211,7 +294,8 @@ class DispatchPlan:
             counts = row_counts.known(group, request, ids, totals, self.is_flat)
             if self.waits:
                 per_expert = list(map(backend.taken_counts, per_expert))
-        ranks = [self._new_rank(i, stream, counts[i], layouts[i], per_expert[i]) for i in range(len(xs))]
+        n = len(xs)
+        ranks = list(map(self._new_rank, range(n), [stream] * n, counts, layouts, per_expert))
         outputs, values = self._arguments(handle, backend, stream, ranks, *given)
         handle.ranks = ranks
         backend.launch(backend.launcher, self.call, phase, stream, values)
@@ -256,30 +340,27 @@ class DispatchPlan:
         """Allocates the outputs and returns them with the arguments of the launch that fills them."""
         parts: list[Outputs] = []
         given: tuple[Any, ...] = ()
+        inputs = (ids, xs, scales, weights)
         resets = handle.group.resets - handle.made_after_resets
         for i, rank in enumerate(ranks):
             if rank.made_on != stream:
                 backend.keep_for_launch(rank.tensors(), rank.made_on)
-            _, rows, received, rail = rank.counts
+            rows = rank.counts.rows
             out = backend.new_output((rows, self.hidden), self.dtype)
-            out_scales = out_weights = of_ids = per_expert = None
+            out_scales = out_weights = None
             if self.scale_type is not None:
                 out_scales = backend.new_output((rows, self.scale_type[0]), self.scale_type[1])
             if self.weight_dtype is not None:
                 shape = (rows, self.topk) if self.is_flat else (rows,)
                 out_weights = torch.empty(shape, dtype=self.weight_dtype, device=self.device)
-            layout, dst_rows, rail_experts, source_tokens = rank.addresses()
             fills, rank.has_tables = not rank.has_tables, True
             if rank.own_rows is not None:  # the pass copies rows that stay on this rank
                 passes = rank.own_rows * self.row.payload_bytes >= backend.min_local_bytes
             else:
                 passes = rows >= self.pass_rows and has_pass(handle.group, self.row, rows, backend.min_stores)
-            if ids:
-                of_ids, per_expert = ids[i], rank.tokens_per_expert
-            given += (of_ids, per_expert, layout, xs[i], scales and scales[i], weights and weights[i])
-            given += (out, out_scales, out_weights, dst_rows, rail_experts, source_tokens if fills else 0)
-            given += (rows, received, rail, passes, least, speculative, fills, resets)
-            parts.append((out, out_scales, out_weights))
+            outputs = (out, out_scales, out_weights)
+            given += _dispatch_values(i, rank, inputs, outputs, passes, least, speculative, fills, resets)
+            parts.append(outputs)
         return parts, given
 
 
@@ -307,23 +388,21 @@ class CombinePlan:
         resets = group.resets - handle.made_after_resets
         parts: list[tuple[Tensor, Maybe]] = []
         given: tuple[Any, ...] = ()
+        inputs = (xs, weights, row_weights, biases)
         for i, rank in enumerate(handle.ranks):
             if rank.made_on != stream:
                 backend.keep_for_launch(rank.tensors(), rank.made_on)
-            _, rows, received, rail = rank.counts
+            _, rows, received, _ = rank.counts
             y = backend.new_output((self.num_tokens[i], self.hidden), self.dtype)
             y_weights = sums = None
             if self.weight_dtype is not None:
                 y_weights = torch.empty(self.num_tokens[i], self.topk, dtype=self.weight_dtype, device=self.device)
             if rows >= self.pass_rows:
                 sums = sums_of(group, self.row, rows, received, xs[i])
-            layout, dst_rows, rail_experts, _ = rank.addresses()
-            added = (biases[0] if biases else None, biases[1] if len(biases) > 1 else None)
-            given += (layout, xs[i], weights and weights[i], row_weights and row_weights[i], y, y_weights, sums, *added)
-            given += (dst_rows, rail_experts, rows, received, rail, resets)
+            given += _combine_values(i, rank, inputs, y, y_weights, sums, resets)
             parts.append((y, y_weights))
         backend.launch(backend.launcher, self.call, COMBINE, stream, given)
-        group.calls.note("combine", given[0])
+        group.calls.note("combine", given[LAYOUT_OF_COMBINE])
         if backend.aborted() is not None:
             group.raise_if_aborted()
         return parts
