@@ -180,7 +180,7 @@ class RankLauncher(Launcher):
 class LowLatencyLauncher(Launcher):
     warps: int
 
-def host_group(
+def host_launcher(
     *,
     heap: Heap,
     ranks: Sequence[int],
@@ -193,7 +193,7 @@ def host_group(
     nic: SoftwareNic | None = None,
 ) -> RankLauncher: ...
 def host_low_latency(
-    *, group: RankLauncher, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
+    *, launcher: RankLauncher, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
 ) -> LowLatencyLauncher: ...
 
 # ---- low-latency mode
@@ -248,11 +248,11 @@ class DeviceMemory:
     is_released: bool
     bytes: int
 
-def cuda_group(
+def cuda_launcher(
     *, heap: Heap, ranks: Sequence[int], memories: Sequence[DeviceMemory], device: int, num_sms: int, timeout: float
 ) -> RankLauncher: ...
 def cuda_low_latency(
-    *, group: RankLauncher, heap: LowLatencyHeap, memories: Sequence[DeviceMemory], blocks: int
+    *, launcher: RankLauncher, heap: LowLatencyHeap, memories: Sequence[DeviceMemory], blocks: int
 ) -> LowLatencyLauncher: ...
 
 class PinnedReport:
@@ -267,7 +267,7 @@ class QueueHeap:
         self, *, nic: SoftwareNic, report: PinnedReport, heap: Heap | LowLatencyHeap, rank: int, device: int
     ) -> None: ...
 
-def queue_group(
+def queue_launcher(
     *,
     heap: Heap,
     rank: int,
@@ -278,7 +278,7 @@ def queue_group(
     timeout: float,
 ) -> RankLauncher: ...
 def queue_low_latency(
-    *, group: RankLauncher, heap: LowLatencyHeap, network: QueueHeap, memories: Sequence[DeviceMemory], blocks: int
+    *, launcher: RankLauncher, heap: LowLatencyHeap, network: QueueHeap, memories: Sequence[DeviceMemory], blocks: int
 ) -> LowLatencyLauncher: ...
 def try_card(card: Card, device: int) -> None: ...
 def dequantize_cuda(

@@ -116,10 +116,10 @@ void bind_cuda(py::module_& m) {
         .def_property_readonly("is_released", &DeviceMemory::is_released)
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
-    m.def("cuda_group", &p2p_launcher, py::kw_only(), py::arg("heap"), py::arg("ranks"),
+    m.def("cuda_launcher", &p2p_launcher, py::kw_only(), py::arg("heap"), py::arg("ranks"),
           py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-          py::keep_alive<0, 3>(), "Returns the group of ranks on one GPU.");
-    m.def("cuda_low_latency", &p2p_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+          py::keep_alive<0, 3>(), "Returns the launcher of ranks on one GPU.");
+    m.def("cuda_low_latency", &p2p_low_latency, py::kw_only(), py::arg("launcher"), py::arg("heap"),
           py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 
     m.def("has_native_atomics", &has_native_atomics, py::arg("device"), py::arg("peer"),

@@ -156,7 +156,7 @@ class HostLowLatencyLauncher : public LowLatencyLauncher {
 
 void bind_host_launcher(py::module_& m) {
     m.def(
-        "host_group",
+        "host_launcher",
         [](const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
            int threads, std::optional<uint64_t> seed, uint64_t lost_signal,
            const std::pair<int, uint64_t>& stalled, double timeout,
@@ -176,7 +176,7 @@ void bind_host_launcher(py::module_& m) {
             return std::make_unique<HostLowLatencyLauncher>(dynamic_cast<HostLauncher&>(launcher),
                                                             heap, segments, warps);
         },
-        py::kw_only(), py::arg("group"), py::arg("heap"), py::arg("segments"), py::arg("warps"),
+        py::kw_only(), py::arg("launcher"), py::arg("heap"), py::arg("segments"), py::arg("warps"),
         py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 }
 

@@ -76,11 +76,11 @@ void bind_queue(py::module_& m) {
              py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>());
 
-    m.def("queue_group", &queue_launcher, py::kw_only(), py::arg("heap"), py::arg("rank"),
+    m.def("queue_launcher", &queue_launcher, py::kw_only(), py::arg("heap"), py::arg("rank"),
           py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
           py::arg("timeout"), py::keep_alive<0, 3>(), py::keep_alive<0, 4>(),
           "Returns the group of a rank on a GPU. memories: the heaps of its node, by local rank.");
-    m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+    m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("launcher"), py::arg("heap"),
           py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(),
           py::keep_alive<0, 3>(), py::keep_alive<0, 4>());
 

@@ -61,7 +61,7 @@ class HostBackend(Backend):
         self.is_seeded = schedule.seed is not None
         self._ranks = ranks
         self.memories = list(segments)
-        group = _C.host_group(
+        launcher = _C.host_launcher(
             heap=heap,
             ranks=ranks,
             segments=self.memories,
@@ -72,7 +72,7 @@ class HostBackend(Backend):
             timeout=timeout,
             nic=nic,
         )
-        super().__init__(group, nic)
+        super().__init__(launcher, nic)
         self._timeout = timeout
         self._refusal: tuple[int, str] | None = None  # as in RankStatus.refused, and its reason
         self._settling = threading.RLock()

@@ -49,7 +49,7 @@ class Backend:
     The defaults are those of launches that run to their end on the calling thread, as on the host. Addresses passed to
     a launch must stay valid until it is done.
 
-    group: compiled group of these ranks.
+    launcher: launches the calls of these ranks (csrc/bindings/launcher.h).
     nic: sends failures to ranks of other machines; None: all ranks share memory.
     """
 
@@ -82,7 +82,7 @@ class Backend:
     def launch(
         self, launcher: _C.Launcher, call: _C.Call, phase: int, stream: int, values: Values, part: Any = None
     ) -> Any:
-        """Calls `launch` of a group, this backend's or a part's (csrc/bindings/launcher.cpp). stream: the current one.
+        """Calls `launch` of a launcher, this one's or a part's (csrc/bindings/launcher.cpp). stream: the current one.
 
         The counts of a rank that gave up before it knew all of them are 0, see `aborted`.
         """

@@ -116,7 +116,7 @@ def connect(
         staged = has_network and topology.nodes > 1
         heap = make_heap(max(1, warps - 1), staged, lines=not masking and not staged)
         segments = group.shared_segments(heap.bytes)
-        made = _C.host_low_latency(group=backend.launcher, heap=heap, segments=segments, warps=warps)
+        made = _C.host_low_latency(launcher=backend.launcher, heap=heap, segments=segments, warps=warps)
         group.open_on_network(tolerates_loss=masking)
         return heap, LowLatencyConnection(made, segments)
     is_mapped = backend.connection.maps_all_ranks

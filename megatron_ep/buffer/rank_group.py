@@ -66,7 +66,7 @@ class AbortPeersOnError:
 
 
 class RankGroup(OfOneProcess):
-    """The ranks of a buffer in this process. `megatron_ep.normal.launches` launches on them."""
+    """The ranks of a buffer in this process, on which plans of calls launch."""
 
     topology: Topology
     config: Config

@@ -15,7 +15,7 @@ from megatron_ep.buffer.buffer import Buffer
 from megatron_ep.buffer.call_cache import signature
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS, MAX_TOPK
-from megatron_ep.normal import launches
+from megatron_ep.normal import cached_plans
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_limit import RowLimit
 
@@ -184,7 +184,7 @@ def dispatch_rows(
         handle = Handle(group, ids.shape[1], [], request, [ids], is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
         if limit is not None:
-            over = limit.note(group, launches.overflow_of(handle)[0])
+            over = limit.note(group, cached_plans.overflow_of(handle)[0])
             if received.weights is not None:
                 received.weights.masked_fill_(over, float("nan"))
     return received, Routes(handle, ids)
@@ -234,9 +234,9 @@ def combine(
         if rounds_once and dtype.itemsize < torch.float32.itemsize:
             x, biases = x.float(), [bias.float() for bias in biases]
         sent_weights = None if weights is None or sums_weights else [weights]
-        out, out_weights = launches.launch_combine(routes.handle, [x], sent_weights, biases=biases)
+        out, out_weights = cached_plans.launch_combine(routes.handle, [x], sent_weights, biases=biases)
         if weights is not None and sums_weights:
-            return out[0].to(dtype), launches.launch_combine(routes.handle, [weights], None)[0][0]
+            return out[0].to(dtype), cached_plans.launch_combine(routes.handle, [weights], None)[0][0]
         return out[0].to(dtype), None if out_weights is None else out_weights[0]
 
 
@@ -266,7 +266,7 @@ def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[
 def _launch(
     handle: Handle, values: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, all_weights: bool
 ) -> Received:
-    out, out_scales, out_weights = launches.launch_dispatch(
+    out, out_scales, out_weights = cached_plans.launch_dispatch(
         handle,
         [values],
         None if scales is None else [scales.contiguous()],

@@ -239,7 +239,7 @@ def report() -> dict[str, str]:
     from megatron_ep import _C
     from megatron_ep.fabrics import atomics, gpu, peer_memory
 
-    has_cuda = hasattr(_C, "cuda_group")
+    has_cuda = hasattr(_C, "cuda_launcher")
     without = "" if has_cuda else f"not built: {_C.build_info()['without cuda']}"
     facts = {"p2p": without}
     if has_cuda:

@@ -39,7 +39,7 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {device!r}, but torch {torch.__version__} was built without CUDA")
     if not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU on this machine")
-    if not hasattr(_C, "cuda_group"):
+    if not hasattr(_C, "cuda_launcher"):
         raise ValueError(
             f"device is {device!r}, but megatron_ep was built without the CUDA backend: install the wheel "
             f"+cu{cuda_version.major()}, or build it with nvcc"

@@ -25,7 +25,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
     launches = choice.load_nccl().low_latency
     # This clears the signals of an earlier heap, as in `connect`.
     made = rank.rendezvous.agree(
-        lambda: launches(group=connection.launcher, heap=heap, memory=memory, blocks=rank.blocks),
+        lambda: launches(launcher=connection.launcher, heap=heap, memory=memory, blocks=rank.blocks),
         rank.config.timeout_seconds,
     )
     return LowLatencyConnection(made, network_memory=memory)

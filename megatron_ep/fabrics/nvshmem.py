@@ -63,7 +63,7 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
     def take() -> LowLatencyConnection:
         unique_id, _, _ = nvshmem.initialised_for()
         memory = _memory(rank, spares, unique_id, heap.bytes)
-        group = nvshmem.low_latency(group=connection.launcher, heap=heap, memory=memory, blocks=rank.blocks)
+        group = nvshmem.low_latency(launcher=connection.launcher, heap=heap, memory=memory, blocks=rank.blocks)
         return LowLatencyConnection(group, network_memory=memory)
 
     return rank.rendezvous.agree(take, _limit(rank))

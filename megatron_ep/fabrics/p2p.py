@@ -36,7 +36,7 @@ def over(
     config: Config,
 ) -> Connection:
     """Connects the ranks of this process. memories: memory of each rank of the buffer."""
-    group = _C.cuda_group(
+    launcher = _C.cuda_launcher(
         heap=heap,
         ranks=list(ranks),
         memories=memories,
@@ -44,7 +44,7 @@ def over(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return Connection(group, memories)
+    return Connection(launcher, memories)
 
 
 def own_memories(count: int, size: int, device: torch.device) -> list[_C.DeviceMemory]:
@@ -57,5 +57,5 @@ def own_memories(count: int, size: int, device: torch.device) -> list[_C.DeviceM
 def low_latency_over(
     memories: list[Any], heap: _C.LowLatencyHeap, blocks: int, connection: Connection
 ) -> LowLatencyConnection:
-    group = _C.cuda_low_latency(group=connection.launcher, heap=heap, memories=memories, blocks=blocks)
-    return LowLatencyConnection(group, memories)
+    launcher = _C.cuda_low_latency(launcher=connection.launcher, heap=heap, memories=memories, blocks=blocks)
+    return LowLatencyConnection(launcher, memories)

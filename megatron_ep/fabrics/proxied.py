@@ -34,7 +34,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
         cards = choice.cards_for(fabric, rank.rank, machines, gpus=[info.pci for info in rank.infos])
         nic = _C.nic_of_gpu(rank=rank.rank, report=report, mirrors=mirrors, cards=cards)
-        group = _C.queue_group(
+        launcher = _C.queue_launcher(
             heap=heap,
             rank=rank.rank,
             network=_C.QueueHeap(nic=nic, report=report, heap=heap, rank=rank.rank, device=index),
@@ -44,7 +44,7 @@ def connect(rank: GpuRank, heap: _C.Heap, begin: Callable[[], None], *, fabric: 
             timeout=rank.config.timeout_seconds,
         )
         network = Network(rank.rank, nodes, nic, cards=cards, places=machines)
-        return Connection(group, memories, network=network, report=report)
+        return Connection(launcher, memories, network=network, report=report)
 
     connection = rank.rendezvous.agree(make)
     network = connection.network
@@ -68,10 +68,10 @@ def low_latency(rank: GpuRank, heap: Any, connection: Connection) -> LowLatencyC
             nic=network.nic, report=connection.report, heap=heap, rank=rank.rank, device=rank.device.index
         )
         own_node = [memories[peer] for peer in node]
-        group = _C.queue_low_latency(
-            group=connection.launcher, heap=heap, network=queues, memories=own_node, blocks=rank.blocks
+        launcher = _C.queue_low_latency(
+            launcher=connection.launcher, heap=heap, network=queues, memories=own_node, blocks=rank.blocks
         )
-        return LowLatencyConnection(group, memories)
+        return LowLatencyConnection(launcher, memories)
 
     return rank.rendezvous.agree(make)
 

@@ -17,8 +17,7 @@ from torch.autograd import Function
 from megatron_ep.low_latency.calls import CombineInputs, DispatchInputs
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.plans import CombinePlan, Pending
-from megatron_ep.normal.autograd import in_memory
-from megatron_ep.normal.launches import gradient_of_rows, gradient_of_weights
+from megatron_ep.normal.autograd import gradient_of_rows, gradient_of_weights, in_memory
 from megatron_ep.normal.plan import at
 
 Tensors = tuple[torch.Tensor, ...]

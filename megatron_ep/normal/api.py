@@ -20,7 +20,7 @@ from megatron_ep.buffer.any_buffer import AnyBuffer
 from megatron_ep.buffer.arguments import Tensors
 from megatron_ep.buffer.interface import Backend
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal import autograd, checks, launches, operators
+from megatron_ep.normal import autograd, cached_plans, checks, operators
 from megatron_ep.normal import plan as plans
 from megatron_ep.normal.handle import CountRequest, Handle, shapes_of
 from megatron_ep.normal.one_hop import goes_in_one_hop
@@ -68,11 +68,11 @@ class _ReceivedLater(Received):
 
     @functools.cached_property
     def tokens_per_expert(self) -> Any:
-        return self.handle.group.for_caller(launches.tokens_per_expert_of(self.handle))
+        return self.handle.group.for_caller(cached_plans.tokens_per_expert_of(self.handle))
 
     @functools.cached_property
     def overflow(self) -> Any:
-        return self.handle.group.for_caller(launches.overflow_of(self.handle))
+        return self.handle.group.for_caller(cached_plans.overflow_of(self.handle))
 
     @functools.cached_property
     def topk_idx(self) -> Any:
@@ -182,7 +182,7 @@ def _first_dispatch(
     group = checks.group_of(buffer, handle)
     if handle is None:
         _, _, max_recv_tokens, layout, max_tokens = settings
-        launches.check_capture(group, max_recv_tokens)
+        checks.check_capture(group, max_recv_tokens)
     with group.abort_peers_on_error():
         group.check_usable()
         xs, ids, weights, scales, needs_gradient = checks.check_dispatch(
@@ -199,7 +199,7 @@ def _first_dispatch(
             request = _request_of(settings)
             one_hop = request if goes_in_one_hop(group, layout, max_tokens, xs[0]) else None
             handle = Handle(group, ids[0].shape[1], [], request, ids, is_flat=layout == "flat", one_hop=one_hop)
-        plan = launches.dispatch_plan(handle, values or xs, scales, weights, clears_end=needs_gradient)
+        plan = cached_plans.dispatch_plan(handle, values or xs, scales, weights, clears_end=needs_gradient)
         if weights is None or weights[0] is tensors[2]:  # else the plan is of converted weights
             group.call_cache.add(key, plan)
         run = autograd.sends(plan, handle, scales, values)
@@ -232,7 +232,7 @@ def _parts_of(
 def _counts_of(handle: Handle) -> tuple[Any, ...]:
     """Returns the fields of `Received` from tokens_per_expert on."""
     one = handle.group.for_caller
-    counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
+    counts, overflow = one(cached_plans.tokens_per_expert_of(handle)), one(cached_plans.overflow_of(handle))
     return counts, overflow, handle, _flat_ids_of(handle)
 
 
@@ -327,7 +327,7 @@ def combine(
         group.check_usable()
         xs, row_weights = checks.check_combine(handle, x, weights, is_traced=False)
         checks.check_backward(backward_dtype, xs[0], weights)
-        plan = launches.combine_plan(handle, xs, None, row_weights)
+        plan = cached_plans.combine_plan(handle, xs, None, row_weights)
         if row_weights is None or row_weights[0] is weights:
             group.call_cache.add(key, plan)
         if not autograd.need_gradient(xs, row_weights):

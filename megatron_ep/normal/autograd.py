@@ -12,10 +12,10 @@ import torch
 from torch.autograd import Function
 
 from megatron_ep import float8
-from megatron_ep.normal import launches
+from megatron_ep.normal import cached_plans
 from megatron_ep.normal.handle import Handle
 
-Run = Callable[..., tuple[torch.Tensor, ...]]  # launches a call of tensors
+Run = Callable[..., tuple[torch.Tensor, ...]]  # cached_plans a call of tensors
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,9 @@ def differentiable_dispatch(
     """
     n = len(handle.ranks)
     values, scales = (None, None) if fp8 is None else quantized(tensors[:n], *fp8)
-    plan = launches.dispatch_plan(handle, as_sent(values or tensors[:n]), scales, tensors[n:] or None, clears_end=True)
+    plan = cached_plans.dispatch_plan(
+        handle, as_sent(values or tensors[:n]), scales, tensors[n:] or None, clears_end=True
+    )
     run = sends(plan, handle, scales, values)
     return DispatchFunction.apply(handle, run, *tensors) if need_gradient(tensors) else run(*tensors)
 
@@ -66,8 +68,25 @@ def as_sent(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def differentiable_combine(handle: Handle, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Applies `CombineFunction` if a gradient is needed; otherwise calls directly."""
     n = len(handle.ranks)
-    run = sums(launches.combine_plan(handle, tensors[:n], tensors[n:] or None, None), handle)
+    run = sums(cached_plans.combine_plan(handle, tensors[:n], tensors[n:] or None, None), handle)
     return CombineFunction.apply(handle, run, None, *tensors) if need_gradient(tensors) else run(*tensors)
+
+
+def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of x [..., H], which was multiplied by weights [...] before a combine.
+
+    grad: [..., H], gradient of the products.
+    is_row: bool [...], False for padding, where x and weights are undefined.
+    """
+    return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(-1)).to(x.dtype)
+
+
+def gradient_of_weights(
+    x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of weights [...], see `gradient_of_rows`."""
+    products = grad.to(weights.dtype) * x
+    return torch.where(is_row, products.sum(dim=-1), weights.new_zeros(()))
 
 
 def sends(
@@ -185,7 +204,7 @@ class WeightedCombineFunction(Function):
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])
                 if ctx.needs_input_grad[2 + i]:
-                    x_grads[i] = launches.gradient_of_rows(*given)
+                    x_grads[i] = gradient_of_rows(*given)
                 if ctx.needs_input_grad[2 + n + i]:
-                    weight_grads[i] = launches.gradient_of_weights(*given)
+                    weight_grads[i] = gradient_of_weights(*given)
         return (None, None, *x_grads, *weight_grads)

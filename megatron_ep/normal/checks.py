@@ -109,6 +109,17 @@ def _check_promise(group: RankGroup, topk_idx: Sequence[torch.Tensor], max_token
             raise ValueError(f"topk_idx has {idx.shape[0]} tokens, {must} = {promised}")
 
 
+def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
+    """Raises ValueError if the host would wait for counts while a CUDA graph is captured. Does not notify other ranks,
+    because all ranks capture alike."""
+    backend = group.live_backend()
+    if max_recv_tokens is None and not backend.host_knows_counts and backend.is_capturing():
+        raise ValueError(
+            "max_recv_tokens is None, must be given while a CUDA graph is captured: without it the host waits for "
+            "counts that nothing exchanges yet"
+        )
+
+
 def check_combine(
     handle: Handle, x: Any, weights: Any, *, is_traced: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:

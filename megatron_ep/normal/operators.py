@@ -23,7 +23,7 @@ from megatron_ep.buffer.interface import RowCounts
 from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
-from megatron_ep.normal import autograd, launches
+from megatron_ep.normal import autograd, cached_plans, checks
 from megatron_ep.normal.handle import CountRequest, Handle, RankHandle
 from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
@@ -107,12 +107,12 @@ def dispatch_op(
 ) -> Tensors:
     """Returns rows, their weights and scales, counts and tables. max_recv_tokens: 0 for none."""
     group = _group(buffer)
-    launches.check_capture(group, max_recv_tokens or None)
+    checks.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
         group.check_usable()
         request = CountRequest(expert_alignment, expert_capacity, max_recv_tokens or None, has_fixed_sizes=True)
         handle = Handle(group, topk_idx[0].shape[1], [], request, topk_idx)
-        out, out_scales, out_weights = launches.launch_dispatch(
+        out, out_scales, out_weights = cached_plans.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     counts = [rank.tokens_per_expert for rank in handle.ranks]
@@ -186,7 +186,7 @@ def dispatch_again_op(
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
         handle = _handle(group, [t.shape[0] for t in x], rows, tables)
-        out, out_scales, out_weights = launches.launch_dispatch(
+        out, out_scales, out_weights = cached_plans.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     return [*out, *(out_weights or ()), *(out_scales or ())]
@@ -220,7 +220,7 @@ def combine_op(
     with group.abort_peers_on_error(backward_of):
         group.check_usable()
         handle = _handle(group, num_tokens, [t.shape[0] for t in x], tables)
-        out, out_weights = launches.launch_combine(handle, x, weights or None, row_weights or None)
+        out, out_weights = cached_plans.launch_combine(handle, x, weights or None, row_weights or None)
     return [*out, *(out_weights or ())]
 
 
@@ -318,8 +318,8 @@ def _combine_backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
         given = list(zip(*kept, rows, (mark != 0 for mark in weights), strict=True))
-        rows = [launches.gradient_of_rows(*part) for part in given]
-        row_weights, weights = [launches.gradient_of_weights(*part) for part in given], []
+        rows = [autograd.gradient_of_rows(*part) for part in given]
+        row_weights, weights = [autograd.gradient_of_weights(*part) for part in given], []
     return rows, weights, row_weights, [None] * (3 * n), None, None, None
 
 

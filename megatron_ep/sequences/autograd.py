@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Function
 
 from megatron_ep.buffer.rank_group import RankGroup
-from megatron_ep.normal import launches
+from megatron_ep.normal import cached_plans
 from megatron_ep.normal.autograd import in_memory, need_gradient
 from megatron_ep.normal.handle import Handle
 from megatron_ep.sequences.handles import PlanHandles
@@ -37,7 +37,7 @@ def _differentiable_sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[to
 
 def _move(handle: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with handle.group.abort_peers_on_error():
-        return tuple(launches.launch_dispatch(handle, rows, None, None, clears_end=False)[0])
+        return tuple(cached_plans.launch_dispatch(handle, rows, None, None, clears_end=False)[0])
 
 
 def _dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -51,7 +51,7 @@ def _copy(handles: PlanHandles, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]
     n = len(handles.spare_tokens)
     with handles.kv.group.abort_peers_on_error():
         k, v = ([_with_spare(handles, i, x) for i, x in enumerate(part)] for part in (rows[:n], rows[n:]))
-        k_rows, v_rows, _ = launches.launch_dispatch(handles.kv, k, v or None, None, clears_end=False)
+        k_rows, v_rows, _ = cached_plans.launch_dispatch(handles.kv, k, v or None, None, clears_end=False)
     return (*k_rows, *(v_rows or ()))
 
 
@@ -67,7 +67,7 @@ def _sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...
     with handles.kv.group.abort_peers_on_error():
         if handles.widens_sums(dtype):
             copies = tuple(rows.float() for rows in copies)
-        sums, _ = launches.launch_combine(handles.kv, copies, None)
+        sums, _ = cached_plans.launch_combine(handles.kv, copies, None)
         return tuple(_add_spare(handles, i, rows).to(dtype) for i, rows in enumerate(sums))
 
 

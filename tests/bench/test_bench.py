@@ -109,7 +109,7 @@ def test_a_benchmark_with_a_name(monkeypatch):
     assert bench.main([name, "--tokens", "1"]) == (name, ["--tokens", "1"])
 
 
-@pytest.mark.skipif(hasattr(_C, "cuda_group") and torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(hasattr(_C, "cuda_launcher") and torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_is_asked_for():
     with pytest.raises(SystemExit, match="megatron-ep bench gpus: device is 'cuda', but"):
         bench.main(["gpus"])

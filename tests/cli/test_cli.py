@@ -62,7 +62,7 @@ def test_train_starts_the_ranks_of_the_recipe(by_hand, tmp_path):
     assert options["log_dir"] == tmp_path / "here" / "logs"
 
 
-@pytest.mark.skipif(hasattr(_C, "cuda_group") and torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(hasattr(_C, "cuda_launcher") and torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_recipe_without_a_gpu_starts_nothing(by_hand, capsys):
     assert cli.main(["train", ON_GPU]) == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -329,7 +329,7 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None = "13.0", found: b
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
 
 
-@pytest.mark.skipif(hasattr(_C, "cuda_group"), reason="this build has the CUDA backend")
+@pytest.mark.skipif(hasattr(_C, "cuda_launcher"), reason="this build has the CUDA backend")
 def test_a_build_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     has_gpu(monkeypatch)
     with pytest.raises(ValueError, match=r"built without the CUDA backend: install the wheel \+cu1[23], or build"):
@@ -352,7 +352,7 @@ def test_an_extension_of_another_cuda_than_torch_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(cuda_version, "of_torch", {"cuda": "12.8", "__version__": "2.9.1+cu128"}.get)
     has_gpu(monkeypatch)
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda": "13.0"})
-    monkeypatch.setattr(_C, "cuda_group", None, raising=False)
+    monkeypatch.setattr(_C, "cuda_launcher", None, raising=False)
     said = r"built with CUDA 13.0, but torch 2.9.1\+cu128 with CUDA 12.8: install the wheel \+cu12, or build .* nvcc 12"
     with pytest.raises(ValueError, match=f"device is 'cuda', but megatron_ep was {said}"):
         ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")

@@ -84,7 +84,7 @@ def ranks_with(fabric: str, **loads):
         mock.patch.object(rdma, "has_cards", lambda: True),
         mock.patch.object(verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
         mock.patch.dict(vars(choice), loaders),
-        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, cuda_group=group_of),
+        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, cuda_launcher=group_of),
     ):
         yield
 
@@ -257,10 +257,10 @@ def test_gpus_without_native_atomics_are_named_on_all_ranks() -> None:
 
 
 def test_the_report_names_gpus_without_native_atomics() -> None:
-    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "cuda_group", None, create=True):
+    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "cuda_launcher", None, create=True):
         needs = "GPUs without native atomics on each other's memory, which it needs"
         assert choice.report()["p2p"] == f"built; {needs}: 1 and 2"
-    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "cuda_group", None, create=True):
+    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "cuda_launcher", None, create=True):
         assert choice.report()["p2p"] == "built"
 
 
@@ -584,7 +584,7 @@ def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
     with mock.patch.multiple(torch.cuda, **fakes):
         made = connect.low_latency(rank, heap, fabric, backend.connection)
     launches = made.launcher
-    assert (launches.group, launches.heap, launches.blocks) == (backend.launcher, heap, 3)
+    assert (launches.launcher, launches.heap, launches.blocks) == (backend.launcher, heap, 3)
     assert launches.memory is made.network_memory and not made.memories
     return launches.memory
 

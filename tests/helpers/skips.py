@@ -11,7 +11,7 @@ from megatron_ep import _C
 
 def no_gpu():
     """Why no test can run on a GPU here; None: they can."""
-    if not hasattr(_C, "cuda_group"):
+    if not hasattr(_C, "cuda_launcher"):
         return "megatron_ep was built without the CUDA backend"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU"

@@ -247,7 +247,7 @@ def test_a_status_with_bits_that_no_rank_sets():
     segments = [[_C.Segment.anonymous(heap.bytes) for _ in range(2)] for _ in range(2)]
     hears, says = (_C.SoftwareNic(rank=rank, segments=segments[rank]) for rank in range(2))
     options = dict(threads=1, seed=None, lost_signal=0, stalled=(0, 0), timeout=5.0)
-    group = _C.host_group(heap=heap, ranks=[0], segments=segments[0], **options, nic=hears)
+    group = _C.host_launcher(heap=heap, ranks=[0], segments=segments[0], **options, nic=hears)
     (to_says, its_end), (to_hears, own_end) = socket.socketpair(), socket.socketpair()
     with to_says, to_hears:
         says.start([its_end.detach(), -1])

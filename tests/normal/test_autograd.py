@@ -8,7 +8,7 @@ from cases import leaves, need_sums
 from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep
-from megatron_ep.normal import launches, plan
+from megatron_ep.normal import cached_plans, plan
 
 pytestmark = pytest.mark.numerical
 
@@ -155,7 +155,7 @@ def test_others_hear_of_a_pass_that_fails(ends, backward, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             y = run()
             monkeypatch.setattr(
-                launches, "combine_plan" if ends == "dispatch" else "dispatch_plan", lambda *_, **__: 1 // 0
+                cached_plans, "combine_plan" if ends == "dispatch" else "dispatch_plan", lambda *_, **__: 1 // 0
             )
             y[0].sum().backward()
     assert len(told) == 1 and isinstance(told[0], ZeroDivisionError)

@@ -9,11 +9,11 @@ from megatron_ep import _C, _simulate
 FOLDER = Path(_C.__file__).parent
 WITH_CUDA = {
     "DeviceMemory",
-    "cuda_group",
+    "cuda_launcher",
     "cuda_low_latency",
     "PinnedReport",
     "QueueHeap",
-    "queue_group",
+    "queue_launcher",
     "queue_low_latency",
     "run_deferred",
     "dequantize_cuda",
@@ -80,7 +80,7 @@ def compiled(owner):
 def test_the_stub_is_that_of_the_module():
     expected = declared(ast.parse((FOLDER / "_C.pyi").read_text()).body, {})
     assert expected.keys() >= WITH_CUDA
-    if not hasattr(_C, "cuda_group"):
+    if not hasattr(_C, "cuda_launcher"):
         expected = {name: value for name, value in expected.items() if name not in WITH_CUDA}
     assert compiled(_C) == expected
 

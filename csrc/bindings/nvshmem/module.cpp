@@ -95,6 +95,6 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("group", &launcher, py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
           py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::arg("fence"),
           py::keep_alive<0, 3>());
-    m.def("low_latency", &low_latency, py::kw_only(), py::arg("group"), py::arg("heap"),
+    m.def("low_latency", &low_latency, py::kw_only(), py::arg("launcher"), py::arg("heap"),
           py::arg("memory"), py::arg("blocks"), py::keep_alive<0, 1>(), py::keep_alive<0, 3>());
 }

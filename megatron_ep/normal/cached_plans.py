@@ -1,4 +1,4 @@
-"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.checks` checks their arguments.
+"""Finds the plans of dispatches and combines with checked arguments, makes those that are missing, and runs them.
 
 Lists have one entry per rank of this process.
 """
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer.rank_group import RankGroup
 from megatron_ep.normal import one_hop, plan
 from megatron_ep.normal.handle import Handle
 from megatron_ep.normal.one_hop import OneHopCombinePlan, OneHopDispatchPlan
@@ -109,7 +108,7 @@ def _types_of(tensors: Tensors | None) -> object:
     return None if tensors is None else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
-# ---- results of a handle, gradients, checks
+# ---- results of a handle
 
 
 def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
@@ -127,31 +126,3 @@ def overflow_of(handle: Handle) -> list[torch.Tensor]:
     """Returns views int32 [1] per rank, which are not 0 once rows did not fit."""
     offset = OVERFLOW if handle.one_hop is None else one_hop.OVERFLOW
     return [rank.layout.narrow(0, offset, 1) for rank in handle.ranks]
-
-
-def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of x [..., H], which was multiplied by weights [...] before a combine.
-
-    grad: [..., H], gradient of the products.
-    is_row: bool [...], False for padding, where x and weights are undefined.
-    """
-    return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(-1)).to(x.dtype)
-
-
-def gradient_of_weights(
-    x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
-) -> torch.Tensor:
-    """Returns the gradient of weights [...], see `gradient_of_rows`."""
-    products = grad.to(weights.dtype) * x
-    return torch.where(is_row, products.sum(dim=-1), weights.new_zeros(()))
-
-
-def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
-    """Raises ValueError if the host would wait for counts while a CUDA graph is captured. Does not notify other ranks,
-    because all ranks capture alike."""
-    backend = group.live_backend()
-    if max_recv_tokens is None and not backend.host_knows_counts and backend.is_capturing():
-        raise ValueError(
-            "max_recv_tokens is None, must be given while a CUDA graph is captured: without it the host waits for "
-            "counts that nothing exchanges yet"
-        )
