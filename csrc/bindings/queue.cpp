@@ -80,9 +80,9 @@ void bind_queue(py::module_& m) {
           py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
           py::arg("timeout"), py::keep_alive<0, 3>(), py::keep_alive<0, 4>(),
           "Returns the group of a rank on a GPU. memories: the heaps of its node, by local rank.");
-    m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("launcher"), py::arg("heap"),
-          py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<0, 1>(),
-          py::keep_alive<0, 3>(), py::keep_alive<0, 4>());
+    m.def("queue_low_latency", &queue_low_latency, py::kw_only(), py::arg("launcher"),
+          py::arg("heap"), py::arg("network"), py::arg("memories"), py::arg("blocks"),
+          py::keep_alive<0, 1>(), py::keep_alive<0, 3>(), py::keep_alive<0, 4>());
 
     m.def("try_card", &try_card, py::arg("card"), py::arg("device"),
           "Makes a queue of the card in which the GPU can post, and frees it. Raises RuntimeError "
