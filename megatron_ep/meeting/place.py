@@ -74,8 +74,13 @@ class Place:
         self.heard: set[str] = set()  # names of known failures
 
     def connection(self) -> dist.Store:
-        """Returns this process's connection to the store, with the keys of the group."""
-        return self._keys(stores.connected(self.store))
+        """Returns this process's connection to the store, with the keys of the group. Raises RuntimeError if the store
+        cannot be reached."""
+        return self._keys(stores.answering(self.store))
+
+    def connection_for_failures(self) -> dist.Store:
+        """Returns the same over this process's connection for failures."""
+        return self._keys(stores.connected_for_failures(self.store))
 
     def _keys(self, store: dist.Store) -> dist.Store:
         return dist.PrefixStore(self._prefix, store)

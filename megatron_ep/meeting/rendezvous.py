@@ -201,8 +201,11 @@ class StoreRendezvous:
         return [rank for rank in range(self.world_size) if rank not in absent]
 
     def connection(self) -> dist.Store | None:
-        """Returns the connection to the store, for another thread; None if a wait of torch's may hold it."""
-        return self._store if hasattr(self._store, "clone") else None
+        """Returns the store with the keys of this rendezvous, for a thread that hears of failures; None if a wait of
+        torch's may hold its connection."""
+        if not hasattr(self._store, "clone"):
+            return None
+        return dist.PrefixStore(self._name, self._ask(self._place.connection_for_failures))
 
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} {self.failure}: {codec.readable(reason)}"
@@ -238,6 +241,7 @@ class StoreRendezvous:
         """Returns the messages of all ranks. Raises EPError if one did not come."""
         waiting = Wait(wait, self._silence)
         if self.exchanges > 1:
+            waiting.answer(self._reconnect)
             return self._answers(mine, waiting, wait)
         if not self._place.meeting.acquire(timeout=wait):
             raise EPError(f"another thread began to meet the same ranks, and has not met them within {wait:g} s")
@@ -254,6 +258,11 @@ class StoreRendezvous:
             while self._place.left:  # no rank needs the keys of earlier rendezvous
                 self._place.left.pop()(self._connection)
         return answers
+
+    def _reconnect(self) -> None:
+        """Connects anew if the connection was lost after the last exchange, for example in a call of another thread."""
+        self._connection = self._place.connection()
+        self._store = dist.PrefixStore(self._name, self._connection)
 
     def _learn_name(self, waiting: Wait, wait: float) -> None:
         """Asks rank 0 for the name of the rendezvous. Its answer to a new question shows that it lives."""

@@ -2,7 +2,8 @@
 
 The store looks up the name of each machine that connects, in the one thread that answers all ranks. With a resolver
 that does not answer, this takes seconds a connection. A process therefore keeps one connection to a store, which its
-threads share; none of them may wait in the store for a key, because the others would wait with it.
+threads share; none of them may wait in the store for a key, because the others would wait with it. Failures of calls
+have a second one: a network that is cut in the middle of a question about them leaves the first one alone.
 
 Two limits are apart: how long other ranks may be busy, which the user sets, and how long the store may be silent.
 """
@@ -39,11 +40,12 @@ class _Kept:
 
 
 _kept: weakref.WeakKeyDictionary[dist.Store, _Kept] = weakref.WeakKeyDictionary()
+_of_failures: weakref.WeakKeyDictionary[dist.Store, _Kept] = weakref.WeakKeyDictionary()
 
 
 def _forget_all() -> None:
-    global _kept
-    _kept = weakref.WeakKeyDictionary()
+    global _kept, _of_failures
+    _kept, _of_failures = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=_forget_all)  # two processes cannot share a connection
@@ -55,9 +57,18 @@ def connected(store: dist.Store) -> dist.Store:
 
     store: the same object for the same store, because a new object gets a new connection.
     """
+    return _connection(_kept, store)
+
+
+def connected_for_failures(store: dist.Store) -> dist.Store:
+    """Returns this process's other connection to a store, see above."""
+    return _connection(_of_failures, store)
+
+
+def _connection(of: weakref.WeakKeyDictionary[dist.Store, _Kept], store: dist.Store) -> dist.Store:
     if not hasattr(store, "clone"):
         return store
-    kept = _kept.setdefault(store, _Kept())
+    kept = of.setdefault(store, _Kept())
     with kept.lock:
         if kept.connection is None:
             kept.connection = store.clone()
@@ -74,11 +85,21 @@ def forget(store: dist.Store) -> None:
     _kept.pop(store, None)
 
 
+def answering(store: dist.Store) -> dist.Store:
+    """Returns this process's connection to a store, anew if the kept one has been lost: a network that was cut between
+    two calls is no failure of the second one. Raises RuntimeError if the store cannot be reached."""
+    try:
+        read(connected(store), ABSENT)
+    except RuntimeError:
+        forget(store)
+    return connected(store)
+
+
 def ask(store: dist.Store, call: Callable[[dist.Store], Result]) -> Result:
     """Returns the result of `call` with this process's connection. Raises EPError if the store does not answer within
     STORE_S, and RuntimeError if the connection is lost."""
     try:
-        return bounded(STORE_S, lambda: call(connected(store)))
+        return bounded(STORE_S, lambda: call(answering(store)))
     except RuntimeError:
         forget(store)
         raise

@@ -260,6 +260,7 @@ def test_a_store_that_falls_silent_is_not_waited_for() -> None:
     started = time.monotonic()
     with (
         mock.patch.object(rendezvous, "_store", silent),
+        mock.patch.object(rendezvous, "_reconnect"),
         mock.patch("megatron_ep.meeting.stores.STORE_S", 0.5),  # less than the others may be busy
         pytest.raises(ep.EPError, match=r"^the store of torch.distributed did not answer within 1 s$"),
     ):

@@ -26,6 +26,7 @@ from test_experts import ACTIVATIONS, given, make, parameters, settings
 
 from megatron_ep.megatron import optimizer_states
 from megatron_ep.megatron.experts import GroupedExperts
+from megatron_ep.tools.local_ranks import LocalRanks
 
 pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
 
@@ -37,6 +38,13 @@ LAYOUTS = {  # tensor-parallel ranks of experts, expert-parallel ranks of the wr
     "ETP 2, EP 2 from EP 4": ((1, 4), (2, 2)),
     "EP 4 from ETP 2, EP 2": ((2, 2), (1, 4)),
 }
+
+
+@pytest.fixture(scope="module")
+def four_started_ranks():
+    """Ranks that no other file has used: after some of these a checkpoint in another layout took more than a minute."""
+    with LocalRanks(4, timeout=60.0) as ranks:
+        yield ranks
 
 
 def shared_folder():
