@@ -73,14 +73,10 @@ class Place:
         self.left: list[Callable[[dist.Store], None]] = []  # functions that delete the keys of finished rendezvous
         self.heard: set[str] = set()  # names of known failures
 
-    def connection(self) -> dist.Store:
+    def connection(self, purpose: str = stores.CALLS) -> dist.Store:
         """Returns this process's connection to the store, with the keys of the group. Raises RuntimeError if the store
         cannot be reached."""
-        return self._keys(stores.answering(self.store))
-
-    def connection_for_failures(self) -> dist.Store:
-        """Returns the same over this process's connection for failures."""
-        return self._keys(stores.connected_for_failures(self.store))
+        return self._keys(stores.answering(self.store, purpose))
 
     def _keys(self, store: dist.Store) -> dist.Store:
         return dist.PrefixStore(self._prefix, store)

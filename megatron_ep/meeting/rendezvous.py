@@ -205,7 +205,7 @@ class StoreRendezvous:
         torch's may hold its connection."""
         if not hasattr(self._store, "clone"):
             return None
-        return dist.PrefixStore(self._name, self._ask(self._place.connection_for_failures))
+        return dist.PrefixStore(self._name, self._ask(lambda: self._place.connection(stores.FAILURES)))
 
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} {self.failure}: {codec.readable(reason)}"

@@ -31,44 +31,41 @@ NO_ANSWER = "the store of torch.distributed did not answer"
 ABSENT = "megatron_ep: absent"  # value that no rank writes
 
 
+CALLS, FAILURES = "calls", "failures"  # purposes of a connection
+
+
 class _Kept:
-    """The connection of this process to a store. lock: held while it is made."""
+    """A connection of this process to a store. lock: held while it is made."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.connection: dist.Store | None = None
 
 
-_kept: weakref.WeakKeyDictionary[dist.Store, _Kept] = weakref.WeakKeyDictionary()
-_of_failures: weakref.WeakKeyDictionary[dist.Store, _Kept] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[dist.Store, dict[str, _Kept]] = weakref.WeakKeyDictionary()  # by purpose
 
 
 def _forget_all() -> None:
-    global _kept, _of_failures
-    _kept, _of_failures = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+    global _kept
+    _kept = weakref.WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=_forget_all)  # two processes cannot share a connection
 
 
-def connected(store: dist.Store) -> dist.Store:
+def _of(store: dist.Store, purpose: str) -> _Kept:
+    return _kept.setdefault(store, {}).setdefault(purpose, _Kept())
+
+
+def connected(store: dist.Store, purpose: str = CALLS) -> dist.Store:
     """Returns this process's connection to a store, beside that of `store`, in which torch may wait for a key. Returns
     the store itself with torch before 2.8, which cannot make another connection.
 
     store: the same object for the same store, because a new object gets a new connection.
     """
-    return _connection(_kept, store)
-
-
-def connected_for_failures(store: dist.Store) -> dist.Store:
-    """Returns this process's other connection to a store, see above."""
-    return _connection(_of_failures, store)
-
-
-def _connection(of: weakref.WeakKeyDictionary[dist.Store, _Kept], store: dist.Store) -> dist.Store:
     if not hasattr(store, "clone"):
         return store
-    kept = of.setdefault(store, _Kept())
+    kept = _of(store, purpose)
     with kept.lock:
         if kept.connection is None:
             kept.connection = store.clone()
@@ -76,23 +73,23 @@ def _connection(of: weakref.WeakKeyDictionary[dist.Store, _Kept], store: dist.St
 
 
 def keep(store: dist.Store) -> None:
-    """Makes `connected` return the store itself: it is used through `connected` only."""
-    _kept.setdefault(store, _Kept()).connection = store
+    """Makes `connected` return the store itself for calls: it is used through `connected` only."""
+    _of(store, CALLS).connection = store
 
 
-def forget(store: dist.Store) -> None:
+def forget(store: dist.Store, purpose: str = CALLS) -> None:
     """Makes the next call of `connected` connect anew, because the kept connection is lost or silent."""
-    _kept.pop(store, None)
+    _kept.get(store, {}).pop(purpose, None)
 
 
-def answering(store: dist.Store) -> dist.Store:
+def answering(store: dist.Store, purpose: str = CALLS) -> dist.Store:
     """Returns this process's connection to a store, anew if the kept one has been lost: a network that was cut between
     two calls is no failure of the second one. Raises RuntimeError if the store cannot be reached."""
     try:
-        read(connected(store), ABSENT)
+        read(connected(store, purpose), ABSENT)
     except RuntimeError:
-        forget(store)
-    return connected(store)
+        forget(store, purpose)
+    return connected(store, purpose)
 
 
 def ask(store: dist.Store, call: Callable[[dist.Store], Result]) -> Result:

@@ -206,11 +206,13 @@ def test_reading_what_is_not_there_does_not_wait(kind: str, tmp_path) -> None:
         assert stores.read(store, "key") == value.encode()
 
 
-def test_a_connection_that_was_cut_between_two_calls_is_no_failure() -> None:
+@pytest.mark.parametrize("purpose", [stores.CALLS, stores.FAILURES])
+def test_a_connection_that_was_cut_between_two_calls_is_no_failure(purpose: str) -> None:
     with StoreRelay() as relay:
         store = relay.client()
+        stores.connected(store, purpose)
         stores.ask(store, lambda connection: stores.write(connection, "key", "value"))
         relay.cut()
         assert stores.ask(store, lambda connection: stores.read(connection, "key")) == b"value"
         relay.cut()
-        assert stores.read(stores.answering(store), "key") == b"value"
+        assert stores.read(stores.answering(store, purpose), "key") == b"value"
