@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron.grouped_linear import GroupedLinear
-from megatron_ep.megatron.grouped_products import GRANULARITY, add_bias, require_product
+from megatron_ep.megatron.grouped_products import GRANULARITY, add_bias, has_triton, require_product
 
 TAKE_TE = "leave out grouped experts, and those of Transformer Engine do it"
 REFUSED = {  # fields of TransformerConfig that must be unset, and what helps
@@ -49,7 +48,6 @@ REFUSED = {  # fields of TransformerConfig that must be unset, and what helps
 }
 KINDS = ("megatron", "grouped")  # of experts: Megatron's own, and those of this module
 OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}  # parts of experts, of the field offload_modules
-_HAS_TRITON = find_spec("triton") is not None
 _CLAMPS_SWIGLU = "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
 
 
@@ -145,7 +143,7 @@ class GroupedExperts(MegatronModule):
         if config.bias_activation_fusion:
             store = config.activation_func_fp8_input_store
             if config.activation_func == F.silu:
-                if hidden.is_cuda and clamp is None and not store and _HAS_TRITON:
+                if hidden.is_cuda and clamp is None and not store and has_triton():
                     from megatron_ep.megatron.grouped_swiglu import weighted_swiglu
 
                     return weighted_swiglu(hidden, probs, offsets)

@@ -52,7 +52,7 @@ class GroupedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         dtype = config.params_dtype
         self.weight = torch.nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))
-        bias = torch.zeros(num_local_experts, shape[0], device=device, dtype=dtype) if _has_bias(config) else None
+        bias = torch.zeros(num_local_experts, shape[0], device=device, dtype=dtype) if config.add_bias_linear else None
         self.bias = None if bias is None else torch.nn.Parameter(bias)
         # Megatron reduces the gradients of such parameters over the ranks that have the same experts.
         has_own_ranks = (
@@ -164,10 +164,6 @@ def _mark(parameter: torch.Tensor, **attributes: Any) -> None:
     """Sets attributes by which Megatron knows what a parameter is."""
     for name, value in attributes.items():
         setattr(parameter, name, value)
-
-
-def _has_bias(config: TransformerConfig) -> bool:
-    return bool(config.add_bias_linear)
 
 
 def _builder(

@@ -144,14 +144,15 @@ def adder(main_grad: torch.Tensor, grad: torch.Tensor) -> Adder:
     if OVERRIDE is not None:
         return ADDERS[OVERRIDE]
     adds_in_product = grad.is_cuda and grad.dtype == torch.bfloat16 and main_grad.dtype == torch.float32
-    return ADDERS["triton" if adds_in_product and _has_triton() else "add"]
+    return ADDERS["triton" if adds_in_product and has_triton() else "add"]
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Returns whether Triton is installed, and logs once if it is not."""
     has = find_spec("triton") is not None
     if not has:
-        log.info("megatron_ep: weight gradients of grouped experts would be faster with triton installed")
+        log.info("megatron_ep: grouped experts would be faster with triton installed")
     return has
 
 
